@@ -1,9 +1,9 @@
-"""AIME 2024 and 2025 for validation and evaluation, as parquet in verl's columns; built in, so that no hub is needed.
+"""Prepare AIME 2024 and 2025 for validation and evaluation, as parquet in verl's columns. They are built in: no hub.
 
     python data/prepare_aime.py                       # data/aime_2024.parquet and data/aime_2025.parquet
     python data/prepare_aime.py --input yentinglin/aime_2025 --name aime_2025 --out data/aime_2025.parquet
 
-Stops if an answer is no integer from 0 to 999, or a problem is there twice.
+Stops if an answer is not an integer from 0 to 999, or a problem occurs twice.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def prepare(source: str, name: str, out: Path, *, split: str = "train", protocol
     """Write one year; the data source is `name`.
 
     Raises:
-        DataError: a problem is there twice or cannot be used, or an answer is none of AIME's.
+        DataError: a problem occurs twice or cannot be used, or an answer is not one that AIME allows.
     """
     problems, report = clean_problems(read_problems(source, split=split), evaluation=None, integer_answers=True)
     print(report)

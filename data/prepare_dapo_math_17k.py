@@ -1,10 +1,10 @@
-"""DAPO-Math-17k for RL, as parquet in verl's columns: each problem once, and none of the evaluation sets.
+"""Prepare DAPO-Math-17k for RL, as parquet in verl's columns: each problem once, and none of the evaluation sets.
 
     python data/prepare_dapo_math_17k.py                                     # from the hub
     python data/prepare_dapo_math_17k.py --input dapo-math-17k.parquet       # a file, in any of its public forms
 
-The published file holds 17,917 problems 100 times each; some are there with different answers. Its instruction to end
-with "Answer: ..." is replaced by ours, which asks for a box. All rows take about two minutes and 2 GB.
+The published file holds 17,917 problems 100 times each, some with different answers. Its instruction to end with
+"Answer: ..." is replaced by ours, which asks for a box. All rows take about two minutes and 2 GB.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""GSM8K as SFT traces, RL problems and a test; its calculator annotations become programs, which are run.
+"""Prepare GSM8K as SFT traces, RL problems and a test; its calculator annotations become programs, which are run.
 
     python data/prepare_gsm8k.py --out outputs/gsm8k                                             # from the hub
     python data/prepare_gsm8k.py --train gsm8k_train.jsonl --test gsm8k_test.jsonl --out outputs/gsm8k

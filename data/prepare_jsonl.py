@@ -1,11 +1,11 @@
-"""Your own problems for RL or evaluation, as parquet in verl's columns, from JSONL or parquet.
+"""Prepare your own problems for RL or evaluation, as parquet in verl's columns, from JSONL or parquet.
 
     python data/prepare_jsonl.py --input mine.jsonl --name mine --out data/mine.parquet
     python data/prepare_jsonl.py --input mine.jsonl --name mine --out data/mine.parquet \\
         --problem-column task.statement --answer-column task.solution
 
-One object a line with a problem and its answer: a number, or LaTeX such as \\frac{1}{2}, without a sentence around it.
-Of a prompt in verl's form the last user message is the problem; its other messages are left out.
+Each line is an object with a problem and its answer: a number, or LaTeX such as \\frac{1}{2}, without a sentence around
+it. In a prompt of verl's form the last user message is the problem; the other messages are left out.
 """
 
 import argparse

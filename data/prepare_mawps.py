@@ -1,10 +1,10 @@
-r"""MAWPS as SFT traces, RL problems and a test, from a fold's train.csv and dev.csv.
+r"""Prepare MAWPS as SFT traces, RL problems and a test, from a fold's train.csv and dev.csv.
 
     python data/prepare_mawps.py --input cv_mawps/fold0 --out outputs/mawps
 
-The files are github.com/arkilpatel/SVAMP's, data/cv_mawps. They are not in this repository: SVAMP's is under MIT, but
-MAWPS itself (github.com/sroy9/mawps) names no licence. Equations become programs, which are run and must give the
-answer. 16 traces a step train on them; the run's own 8 steps would see 128:
+The files are in data/cv_mawps of github.com/arkilpatel/SVAMP. They are not in this repository, because MAWPS itself
+(github.com/sroy9/mawps) names no licence, although SVAMP's repository is under MIT. Equations become programs, which
+are run and must give the answer. This trains on them with 16 traces a step; the run's default of 8 steps would see 128:
 
     DATA_DIR=outputs/mawps OUTPUT_DIR=outputs/mawps/sft \
         bash recipe/retool/run_smollm2_sft.sh trainer.total_training_steps=37

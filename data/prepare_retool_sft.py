@@ -1,10 +1,10 @@
-"""ReTool-SFT, or traces of one's own, for SFT: parquet in verl's columns, without problems of the evaluation sets.
+"""Prepare ReTool-SFT, or your own traces, for SFT: parquet in verl's columns, without problems of the evaluation sets.
 
     python data/prepare_retool_sft.py                                   # from the hub
     python data/prepare_retool_sft.py --input train-00000-of-00001.parquet
 
-Reads `messages` with calls as objects and the interpreter as role `tool` (as verl's recipe published it), or with code
-and interpreter's output inside the assistant's text (the original), or with the interpreter as a role of its own.
+Reads `messages` with calls as objects and the interpreter as role `tool` (as verl's recipe published it), with code and
+the interpreter's output inside the assistant's text (the original), or with the interpreter as a separate role.
 """
 
 import argparse

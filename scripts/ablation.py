@@ -1,28 +1,30 @@
-"""What each way to generate is worth: OlmoRL's table (Olmo 3, arXiv:2512.13961), for the tiny task on a CPU.
+"""Measure what each way of generating is worth: OlmoRL's table (Olmo 3, arXiv:2512.13961) for the tiny task on a CPU.
 
     .venv/bin/python scripts/ablation.py                 # five rows x 3 runs of 12 steps
     .venv/bin/python scripts/ablation.py --max-runs 1    # the next run that is missing
 
-Static batches; continuous batching; agent loops within the server; rollouts beside the learner, with requests broken
-off by an update; and with updates under running requests. A server has room for 32 sequences, a step trains 128
-rollouts, the objective is glm5_async in all rows, and each call of a tool is held back for a log-normal time
-(slow_sandbox.py). Rows take turns. The result of a run is a line of --results, and the run is not made again. The
-machine should do nothing else meanwhile.
+The rows are: static batches; continuous batching; agent loops within the server; rollouts in parallel with the learner,
+where an update interrupts requests; and the same with updates under running requests. A server has room for 32
+sequences, a step trains 128 rollouts, the objective is glm5_async in all rows, and each tool call is delayed by a
+log-normal time (slow_sandbox.py). Rows take turns. The result of a run is a line of --results, and that run is not
+repeated. The machine should do nothing else meanwhile.
 
-The window: from the third step's start to the end of the last but two. Rollouts that are under way when a run ends are
-not recorded; two steps later, those of the window are. P are the parameters of the model, tied embeddings once.
+The window runs from the start of the third step to the end of the last step but two. Rollouts that are under way when a
+run ends are not recorded; the two steps after the window let its own rollouts finish. P is the number of parameters of
+the model, with tied embeddings counted once.
 
-- sampled tokens/s: of all turns. Those of a turn are spread evenly over its request; what lies in the window counts.
-- trained tokens/s: sampled tokens of the rollouts that the window's batches took, without those that fill a batch.
-- model utilisation: 2 P FLOPs for each sampled token and 6 P for each one of a batch, per second, over the peak: fp32
+- sampled tokens/s: of all turns. The tokens of a turn are spread evenly over its request; those in the window count.
+- trained tokens/s: sampled tokens of the rollouts in the window's batches, without those that fill a batch.
+- model utilisation: 2 P FLOPs for each sampled token and 6 P for each token of a batch, per second, over the peak: fp32
   products of 2048 x 2048 by torch. Servers and learner share the cores, so there is one peak for both.
-- memory-bandwidth utilisation, of the server alone: bytes per second over the peak, a copy of 256 MiB by torch, read
-  and written. A decode step reads P once; each token it samples, the keys and values of the tokens before it. Steps are
-  not recorded. A request has one token of a step at the most, so there are about as many as the fastest request of each
-  moment has tokens; where requests wait for room, 32 tokens are a step. The tiny model fits into the cache: the figure
-  says how rows compare, not what memory does.
-- server waits: share of the window in which no request is under way. One that stands still for an update is. One that
-  an update breaks off is not for a second: so long verl's client waits before it asks again (llm_server.py:345, 0.9.1).
+- memory-bandwidth utilisation, of the server only: bytes per second over the peak, a copy of 256 MiB by torch, read
+  and written. A decode step reads P once, and for each token it samples, the keys and values of the tokens before it.
+  Steps are not recorded. A request gets at most one token per step, so the number of steps is about the number of
+  tokens of the fastest request at each moment; if requests wait for room, 32 tokens count as a step. The tiny model
+  fits into the cache: the figure says how rows compare, not what memory does.
+- server waits: share of the window in which no request is under way. A request that pauses for an update is under way.
+  One that an update interrupts is not, for one second: verl's client waits that long before it asks again
+  (llm_server.py:345, 0.9.1).
 - learner waits: share of the window in which the trainer waits for rollouts.
 """
 
@@ -54,7 +56,7 @@ from verl_ext.runs.lock import lock_folder  # noqa: E402
 
 ROOM = 32  # sequences of a server at once; static_batches.SIZE
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-ROWS = {  # name -> what it is, and its overrides
+ROWS = {  # name -> description, and overrides
     "static": ("static batches", (f"{MANAGER}=static_batches.StaticBatchManager",)),
     "continuous": ("continuous batching", (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)),
     "in_server": (
@@ -72,9 +74,9 @@ SHARED = (
     "trainer.resume_mode=disable",
 )
 COLD, OPEN = 2, 2  # steps before the window, and after it
-ASKS_AGAIN_S = 1.0  # so long a request that was broken off is nowhere
+ASKS_AGAIN_S = 1.0  # for this long an interrupted request is on no server
 BYTES = 4  # of a parameter, a key, a value: fp32
-COLUMNS = {  # of the table -> figure, what it is multiplied by, digits
+COLUMNS = {  # column of the table -> figure, factor, digits
     "sampled tokens/s": ("sampled_per_s", 1, 0),
     "trained tokens/s": ("trained_per_s", 1, 0),
     "model utilisation (%)": ("model_use", 100, 2),
@@ -92,7 +94,7 @@ class Model(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A model's turn: seconds since 1970, sampled tokens, and the tokens before them."""
+    """A turn of the model: seconds since 1970, sampled tokens, and the tokens before them."""
 
     start_s: float
     end_s: float
@@ -100,19 +102,19 @@ class Request(NamedTuple):
     before: float
 
     def share(self, start_s: float, end_s: float) -> float:
-        """How much of it lies in an interval."""
+        """Return the share of the request that lies in an interval."""
         inside = min(self.end_s, end_s) - max(self.start_s, start_s)
         return max(0.0, inside) / (self.end_s - self.start_s)
 
 
 def read_model(folder: Path) -> Model:
-    """Of a merged checkpoint."""
+    """Read the sizes of a merged checkpoint."""
     shape = read_shape(str(folder))
     return Model(shape.parameters, BYTES * shape.kv_bytes_per_token // 2)  # the shape's are 2 bytes a number
 
 
 def peaks() -> dict[str, float]:
-    """FLOPs and bytes per second of this machine: the best of ten products of matrices, and of ten copies."""
+    """Measure FLOPs and bytes per second of this machine: the best of ten matrix products, and of ten copies."""
     import torch
 
     left, right, source = torch.rand(2048, 2048), torch.rand(2048, 2048), torch.rand(2**26)
@@ -133,7 +135,7 @@ def peaks() -> dict[str, float]:
 
 
 def read_requests(run: Path, prompt_tokens: float) -> list[Request]:
-    """All that were recorded and took time; `prompt_tokens` is the mean length of the prompts."""
+    """Read all requests that were recorded and took time; `prompt_tokens` is the mean length of the prompts."""
     return [
         Request(
             turn["started_s"], turn["started_s"] + turn["generate_s"], turn["tokens"], prompt_tokens + turn["start"]
@@ -145,7 +147,7 @@ def read_requests(run: Path, prompt_tokens: float) -> list[Request]:
 
 
 def broken_off(requests: Sequence[Request], updates: Sequence[float]) -> list[Request]:
-    """The parts of requests that updates at these times break off: what is left of one begins ASKS_AGAIN_S later."""
+    """Split the requests that updates at these times interrupt: what is left of one begins ASKS_AGAIN_S later."""
     parts = []
     for request in requests:
         pieces, start_s = [], request.start_s
@@ -163,7 +165,7 @@ def broken_off(requests: Sequence[Request], updates: Sequence[float]) -> list[Re
 
 
 def moments(requests: Sequence[Request], start_s: float, end_s: float) -> Iterator[tuple[float, list[Request]]]:
-    """The intervals of the window in which the same requests are under way: seconds, and the requests."""
+    """Yield the intervals of the window in which the same requests are under way: seconds, and the requests."""
     inside = [request for request in requests if request.share(start_s, end_s) > 0]
     edges = {start_s, end_s} | {edge for request in inside for edge in request[:2] if start_s < edge < end_s}
     under_way: list[Request] = []
@@ -176,10 +178,11 @@ def moments(requests: Sequence[Request], start_s: float, end_s: float) -> Iterat
 
 
 def figures_of(run: Path, model: Model, steps: int, *, breaks_off: bool = False) -> dict[str, float]:
-    """Of the window of a run of so many steps: tokens, FLOPs and bytes per second, and the shares of time.
+    """Compute a run's figures over its window: tokens, FLOPs and bytes per second, and the shares of time.
 
     Args:
-        breaks_off: whether updates of the weights break off requests.
+        steps: of the whole run.
+        breaks_off: whether updates of the weights interrupt requests.
     Raises:
         ValueError: the records or the metrics lack a step of the window.
     """
@@ -220,7 +223,7 @@ def figures_of(run: Path, model: Model, steps: int, *, breaks_off: bool = False)
 
 
 def row_table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """In Markdown: a line per row, means and standard deviations over its runs.
+    """Format the table in Markdown: a line per row, with means and standard deviations over its runs.
 
     Args:
         found: name of a row -> what its runs published. The peaks are the highest that any run has measured.
@@ -278,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run, peak = out / name, peaks()
             durable.make_folder(run)
             with lock_folder(run):  # `launch` takes it again
-                empty(run)  # of a run that was broken off
+                empty(run)  # of a run that was interrupted
             command = command_of(row, repeat, args.steps, args.overrides)
             launch(command, source, run, args.mean_s, repeat, args.timeout_s)
             model = read_model(source / "sft" / "merged")

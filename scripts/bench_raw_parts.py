@@ -1,15 +1,15 @@
-"""What one RL step costs beside its raw parts: vLLM alone on the step's tokens, plain PyTorch alone on its batch.
+"""Compare an RL step with its raw parts: only vLLM on the step's tokens, and only plain PyTorch on its batch.
 
     python scripts/bench_raw_parts.py [--run outputs/small] [--step N]
 
 Needs a finished run of `quickstart.sh --model small`: its metrics, records and SFT model (weights do not matter
 to the times). Nothing else may run. Prints seconds of the step, of the parts, and their ratio.
 
-Generation: offline vLLM with the engine settings of the run's config, one request per model turn with the recorded
-number of tokens; a turn starts when the one before it has ended. Update: transformers' model, forward and backward, a
-prompt and its group's responses in one row, where each response sees the prompt and itself; one or two groups in a row,
-whichever is faster; cross-entropy of the responses' rows in chunks. Left out: the reward, tool calls, weights sent to
-vLLM, clip and step of the optimizer.
+Generation: offline vLLM with the engine settings of the run's config, and one request per model turn with the recorded
+number of tokens; a turn starts when the one before it has ended. Update: a forward and a backward pass of transformers'
+model, with a prompt and its group's responses in one row, in which each response sees the prompt and itself; one or two
+groups in a row, whichever is faster; cross-entropy of the responses' rows in chunks. The reward, tool calls, sending
+weights to vLLM, and the optimizer's clip and step are left out.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Response(NamedTuple):
 
 
 def read_response(record: Mapping[str, Any], encode: Callable[[str], list[int]]) -> Response:
-    """What a trajectory says. Texts are encoded anew, and cut or filled to the recorded number of tokens."""
+    """Read the response of a trajectory. Texts are encoded anew, and cut or padded to the recorded number of tokens."""
     ids: list[int] = []
     turns = []
     for turn in record["turns"]:
@@ -64,7 +64,7 @@ def read_response(record: Mapping[str, Any], encode: Callable[[str], list[int]])
 
 
 def trained_groups(responses: Sequence[Response], number: int) -> list[list[Response]]:
-    """The groups of the update, as dynamic sampling chooses: those with right and wrong answers come first."""
+    """Choose the groups of the update as dynamic sampling does: those with right and wrong answers come first."""
     groups: dict[str, list[Response]] = {}
     for response in responses:
         groups.setdefault(response.group, []).append(response)
@@ -78,7 +78,7 @@ class Row(NamedTuple):
     ids: "Tensor"  # int64[1, T]
     positions: "Tensor"  # int64[1, T]
     mask: "Tensor"  # bool[1, 1, T, T], what each token sees: its group's prompt and its own response up to itself
-    places: "Tensor"  # int64[M], whose next token the model wrote
+    places: "Tensor"  # int64[M], positions whose next token the model wrote
     labels: "Tensor"  # int64[M], that token
 
 
@@ -111,7 +111,7 @@ def as_row(groups: Sequence[Sequence[Response]]) -> Row:
 
 
 def forward_backward(model: Any, row: Row) -> float:
-    """Adds to the gradients those of the summed cross-entropy, and returns it. Logits exist for a chunk at a time."""
+    """Add the gradients of the summed cross-entropy, and return that sum. Logits exist for one chunk at a time."""
     import torch
 
     hidden = model.model(row.ids, attention_mask=row.mask, position_ids=row.positions, use_cache=False)[0][
@@ -127,7 +127,7 @@ def forward_backward(model: Any, row: Row) -> float:
 
 
 def time_update(model_path: str, groups: Sequence[Sequence[Response]]) -> float:
-    """Seconds of a forward and backward pass over the groups, by rows of one or two groups, whichever is faster."""
+    """Time a forward and backward pass over the groups, in rows of one or two groups, whichever is faster (seconds)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -147,7 +147,7 @@ def time_update(model_path: str, groups: Sequence[Sequence[Response]]) -> float:
 
 
 def time_generation(model_path: str, responses: Sequence[Response], config: "DictConfig") -> float:
-    """Seconds of offline vLLM for the responses' turns, after one short request as warm-up."""
+    """Time offline vLLM on the responses' turns, in seconds, after one short request as warm-up."""
     from verl_ext.cpu.patches import alias_vllm_distribution
 
     alias_vllm_distribution()
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--rl", type=Path, help="folder of the RL run (default: rl in that folder)")
     parser.add_argument("--step", type=int, help="default: the one whose time is the median of all")
     args = parser.parse_args()
-    # As recipe/retool/run_smollm2_dapo.sh has them. MALLOC_* take no effect, as malloc has read its own.
+    # As recipe/retool/run_smollm2_dapo.sh sets them. MALLOC_* have no effect, because malloc has already read its own.
     os.environ.update(ENVIRONMENT | whole_cpu())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoTokenizer

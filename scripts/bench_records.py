@@ -1,12 +1,12 @@
-"""What the records of a step cost in CPU time: as a run noted it, or part by part, without a model.
+"""Measure what the records of a step cost in CPU time: as a run noted it, or part by part, without a model.
 
     python scripts/bench_records.py --run outputs/quickstart/rl    # exit code 1 above 1% of the cores of this machine
     python scripts/bench_records.py                                # a step of the tiny run: 256 short rollouts
     python scripts/bench_records.py --rollouts 512 --words 1500    # longer ones
     python scripts/bench_records.py --ray --step-s 2.5 --steps 10  # as a Ray actor, with what Ray takes in its process
 
-The rows are those of an agent loop's rollouts, made, packed and written by the code of a run. Of each part the median
-of --steps steps, after two to warm up.
+The rows are those of an agent loop's rollouts; the code of a run makes, packs and writes them. Each figure is the
+median over --steps steps, after two warm-up steps.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from verl_ext.settings import RecorderSettings  # noqa: E402
 WARM_UP = 2
 IDLE_S = 20
 LIMIT = 0.01  # of the CPU time of a step
-TOGETHER = 16  # groups of a message: in the mode `sync` those of a wave, and dynamic sampling makes two for 32
+TOGETHER = 16  # groups per message: in the mode `sync` those of a wave; dynamic sampling makes two waves for 32
 WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
 CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
 
 
 def rollout(rng: random.Random, words: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an agent loop and a reward manager say of a rollout with one call: `trajectory` and `extra_fields`."""
+    """Make what an agent loop and a reward manager report of a rollout with one call: `trajectory`, `extra_fields`."""
     n, text = rng.randrange(100), " ".join(rng.choices(WORDS, k=words))
     call = {"tool": "code_interpreter", "arguments": {"code": CODE.format(n=n)}, "output": f"{n * n}\n", "reward": None}
     call |= {"stdout": f"{n * n}\n", "stderr": "", "exit_code": 0, "error": None, "failure": None}
@@ -67,7 +67,7 @@ def rollout(rng: random.Random, words: int) -> tuple[dict[str, Any], dict[str, A
 
 
 def token_columns(keys: list[tuple[str, int]], tokens: int, step: int) -> dict[str, Any]:
-    """As trainer/run_records.py tells them: every value another one, as log-probs are."""
+    """Make columns as trainer/run_records.py sends them; every value is different, as log-probs are."""
     total, rng = len(keys) * tokens, np.random.default_rng(step)
     numbers = {name: rng.normal(size=total).astype(np.float32) for name in ("rollout_log_prob", "advantage")}
     own = np.arange(total) % tokens < tokens - 8
@@ -87,7 +87,7 @@ def token_columns(keys: list[tuple[str, int]], tokens: int, step: int) -> dict[s
 
 
 class Clock:
-    """CPU seconds of this process by part of a step."""
+    """CPU seconds of this process, by part of a step."""
 
     def __init__(self) -> None:
         self.parts: defaultdict[str, list[float]] = defaultdict(list)
@@ -100,7 +100,7 @@ class Clock:
 
 
 class Actor:
-    """A recorder that is told by Ray: nobody waits for it."""
+    """A recorder that receives its records through Ray: nobody waits for it."""
 
     def __init__(self, run: Path, settings: RecorderSettings):
         self.handle = recorder.start(run, settings)
@@ -150,14 +150,14 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
 
 
 def share_of(run: Path) -> str:
-    """What the records of a run took of its steps, medians.
+    """Say what share of a run's steps its records took, as medians.
 
     Raises:
         SystemExit: the run has no records, or they took more than LIMIT.
     """
     cpu_s, metrics = store.cpu_seconds(run), read_metrics([*run.glob("metrics*.jsonl")])
     step_s = {step: seconds for step, seconds in zip(*metrics.curve("timing_s/step"), strict=True) if step in cpu_s}
-    for step in step_s:  # whose records are those of the validation after it, too
+    for step in step_s:  # its records include those of the validation after it
         step_s[step] += metrics.steps[step].get("timing_s/testing", 0.0)
     if not step_s:
         sys.exit(f"{run} has no records of a step with timing_s/step. Name the folder of an RL run.")

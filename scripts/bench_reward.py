@@ -1,9 +1,9 @@
-"""How fast answers are scored, and whether hostile ones hold up the rest. Exits with 1 if a limit is missed.
+"""Measure how fast answers are scored, and whether hostile ones hold up the rest. Exits with 1 if a limit is missed.
 
     python scripts/bench_reward.py
 
-Ordinary responses are 8,000 characters of prose with two calls of the tool, 16 to a problem, half of them right. Three
-of four problems have integers as answers, the others formulas, tuples and lists. Limits: a median of 1 ms and a mean of
+Ordinary responses are 8,000 characters of prose with two tool calls, 16 to a problem, half of them right. Three out of
+four problems have integers as answers, the others formulas, tuples and lists. Limits: a median of 1 ms and a mean of
 10 ms of CPU time per ordinary answer, worker processes included; 8,192 responses (one published step) in 60 s; with 10%
 hostile ones mixed in, 99% of the ordinary ones are scored within twice the time.
 """
@@ -41,7 +41,7 @@ FORMULAS = [
     (r"%d\pi+\ln(%d)-%d", [r"%d\pi + \ln{%d} - %d"], [r"%d\pi-\ln(%d)+%d"]),
     (r"%d, %d, %d", [r"\{%d, %d, %d\}", r"%d,%d\text{ and }%d"], ["%d, %d", "%d, %d, %d, 0"]),
 ]
-# Refused without computer algebra, and the last two, which go to its limit of CPU time.
+# Refused without computer algebra, except the last two, which run into its limit of CPU time.
 HOSTILE = [
     ("9^{9^{9^9}}%d", "42"),
     ("100000!%d", "42"),
@@ -59,7 +59,7 @@ TOOL = "<code>\nprint(sum(k for k in range(100)))\n</code>\n<interpreter>\n4950\
 
 
 def make_rows(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """(response, ground truth) of ordinary responses, by groups; half of them are right."""
+    """Make (response, ground truth) pairs of ordinary responses, by group; half of them are right."""
     draw = random.Random(seed)
     rows = []
     for problem in range(count // GROUP):
@@ -84,13 +84,13 @@ def respond(pred: str) -> str:
 
 
 def cpu_s() -> float:
-    """Of this process and of the workers that it has now, their children and what those had."""
+    """Return the CPU time of this process and its present workers, their children and what those have used."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return sum(sum(process.cpu_times()[:4]) for process in processes)
 
 
 def cost_per_answer(rows: list[tuple[str, str]]) -> tuple[float, float]:
-    """Median and mean CPU time of an answer, in ms. The median is that of this process, where most answers end."""
+    """Measure median and mean CPU time per answer, in ms. The median is of this process, where most answers end."""
     score_answer(r"\boxed{\sqrt{16}}", "4")  # starts a worker
     each, before = [], cpu_s()
     for response, gold in rows:
@@ -101,7 +101,7 @@ def cost_per_answer(rows: list[tuple[str, str]]) -> tuple[float, float]:
 
 
 async def score_all(rows: list[tuple[str, str, bool]]) -> tuple[float, float]:
-    """Seconds until all responses are scored, and until 99% of the ordinary ones are."""
+    """Return the seconds until all responses are scored, and until 99% of the ordinary ones are."""
     verifier, ended = MathVerifier({}), []
     start = time.monotonic()
 
@@ -136,7 +136,7 @@ def main() -> int:
         (respond(pred.replace("%d", str(n))), gold, False)
         for n, (pred, gold) in ((n, HOSTILE[n % len(HOSTILE)]) for n in range(count))
     ]
-    symbolic._POOL.close()  # nothing is known from the first time
+    symbolic._POOL.close()  # so that nothing is cached from the first time
     mixed = ordinary + hostile
     random.Random(1).shuffle(mixed)
     all_s, mixed_s = asyncio.run(score_all(mixed))

@@ -1,14 +1,15 @@
-"""CPU time of a sandbox request beside that of a new `python -c` per request, on one machine in one run.
+"""Compare the CPU time of a sandbox request with that of a new `python -c` per request, on one machine in one run.
 
     python scripts/bench_sandbox.py [--requests 100] [--isolation none]
 
 CPU-ms per request, unlike wall time, hardly depend on what else the machine does. The script counts user and system
 time of all processes that serve a request. For our sandbox these are the server with its HTTP, the zygote, workers and
 programs, but not the client. For `python -c` these are the child, and this process while it starts and awaits the
-child. The child runs with -S, a lower bound for the baseline: start-up hooks of installed packages (.pth files) may
-cost more than Python itself.
+child. The child runs with -S, which gives a lower bound for the baseline: start-up hooks of installed packages (.pth
+files) may cost more than Python itself.
 
-The last line is the client's side, with 64 calls in flight: our client beside httpx, which is why ours is not on httpx.
+The last line is the client's side with 64 calls in flight: our client compared with httpx, which it does not use
+because of this cost.
 """
 
 import argparse
@@ -39,7 +40,7 @@ PROGRAMS = [
 
 
 def main() -> None:
-    """Print a table with one line a program; exit code 1 if a target is missed."""
+    """Print a table with one line per program; exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=100, help="to the sandbox, for each program")
     parser.add_argument("--baseline-requests", type=int, default=20, help="by python -c, for each program")
@@ -64,11 +65,11 @@ def main() -> None:
 
 
 async def client_cpu_ms(url: str, count: int) -> tuple[float, float]:
-    """CPU-ms of this process per call, by httpx and by SandboxClient."""
+    """Measure CPU-ms of this process per call, by httpx and by SandboxClient."""
     body = {"code": "print(6 * 7)", "language": "python", "queue_timeout": 60}
     client = SandboxClient([url], max_concurrency=64)
     limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(timeout=60, limits=limits, trust_env=False) as http:  # by no proxy
+    async with httpx.AsyncClient(timeout=60, limits=limits, trust_env=False) as http:  # through no proxy
         by_httpx = await cpu_ms_of_many(lambda: http.post(f"{url}/run_code", json=body), count)
     ours = await cpu_ms_of_many(lambda: client.run(body["code"]), count)
     await client.aclose()
@@ -84,7 +85,7 @@ async def cpu_ms_of_many(call: Callable[[], Awaitable], count: int) -> float:
 
 
 def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int) -> float:
-    """Mean over `count` requests, after one that is not counted."""
+    """Return the mean over `count` requests, after one that is not counted."""
     request()
     before = cpu_s()
     for _ in range(count):
@@ -93,7 +94,7 @@ def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int
 
 
 def server_cpu_s() -> float:
-    """Of the server and all below it; a program's time is its worker's as soon as it has ended."""
+    """Return the CPU time of the server and all processes below it; an ended program's time counts to its worker."""
     processes = [
         process for child in psutil.Process().children() for process in (child, *child.children(recursive=True))
     ]
@@ -101,7 +102,7 @@ def server_cpu_s() -> float:
 
 
 def own_cpu_s() -> float:
-    """Of this process and the children it has waited for."""
+    """Return the CPU time of this process and of the children it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

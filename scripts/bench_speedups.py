@@ -1,10 +1,10 @@
-"""What each speed-up of the tiny RL run is worth: the launcher with and without it, in turns on one machine.
+"""Measure what each speed-up of the tiny RL run is worth: the launcher with and without it, alternating on one machine.
 
     python scripts/bench_speedups.py [--run outputs/quickstart] [--rounds 3] [--steps 14]
 
-Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
-number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest; the figures of each run are in a new folder below --out. About eight minutes a round.
+Needs the data and the SFT model of a quickstart. Dynamic sampling is off, because it would make the number of prompts
+differ between the runs: every step generates 16 prompts. Prints a table of medians over the rounds, with the lowest and
+the highest; the figures of each run are in a new folder below --out. A round takes about eight minutes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 class Variant(NamedTuple):
     overrides: tuple[str, ...] = ()
     shell: str = ":"  # before a Python of the launcher starts
-    without: str = ""  # lines that are missing in a copy of verl_ext/cpu/patches.py: those that hold this text
+    without: str = ""  # a copy of verl_ext/cpu/patches.py lacks the lines that hold this text
 
 
 VARIANTS = {
@@ -48,7 +48,7 @@ VARIANTS = {
     ),
     "one thread in the actor (no `set_num_threads`)": Variant(without="torch.set_num_threads("),
 }
-# In the place of the launcher's Python.
+# Stands in for the launcher's Python.
 PYTHON = """#!/bin/sh
 export PYTHONPATH={repo}
 {shell}
@@ -57,7 +57,7 @@ exec {python} "$@"
 
 
 def copy_without(text: str, folder: Path) -> Path:
-    """The code in `folder`, with verl_ext/cpu/patches.py shortened by its one line that holds `text`."""
+    """Copy the code to `folder`, without the one line of verl_ext/cpu/patches.py that holds `text`."""
     for part in ("recipe", "configs", "verl_ext", "data"):
         shutil.copytree(REPO / part, folder / part)
     patches = folder / "verl_ext/cpu/patches.py"

@@ -1,7 +1,7 @@
 """TRL's side of scripts/bench_vs_trl.sh: GRPO on the same task by TRL's GRPOTrainer, the sandbox as its tool.
 
 With --run and --notes it is TRL's side of scripts/chaos.py instead: checkpoints go into one folder, rollouts and times
-into the other, and the same command goes on from the last checkpoint. JUDGE_URL in the environment names a judge that
+into the other, and the same command continues from the last checkpoint. JUDGE_URL in the environment names a judge that
 scores the answers.
 
 Runs in TRL's own environment and imports nothing of this project. It is what a user of TRL would write, with the same
@@ -22,7 +22,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# How TRL sees the protocol: `<code>..</code>` is a call of the tool `python`, its answer goes on in the same turn. TRL
+# How TRL sees the protocol: `<code>..</code>` is a call of the tool `python`; its answer continues the same turn. TRL
 # looks for the end of a call at the tokenizer's end token, and checks that a template can render any tool's name.
 STOP = "</code>"
 CHAT_TEMPLATE = (
@@ -50,7 +50,7 @@ RESPONSE_TEMPLATE = {
 }
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 HTTP = requests.Session()
-HTTP.trust_env = False  # by no proxy of the environment
+HTTP.trust_env = False  # through no proxy of the environment
 
 
 SAVE_EVERY = 2  # steps
@@ -64,7 +64,7 @@ def reward(completions: list, ground_truth: list[str], **_: object) -> list[floa
 
 
 def ask(judge: str, response: str, truth: str) -> float:
-    """As a model over HTTP says: +1 or -1."""
+    """Return the verdict of a model over HTTP: +1 or -1."""
     prompt = f"<reference_answer>\n{truth}\n</reference_answer>\n<response>\n{response}\n</response>"
     body = {"model": "judge", "messages": [{"role": "user", "content": prompt}]}
     said = HTTP.post(f"{judge}/chat/completions", json=body, timeout=60).json()
@@ -72,7 +72,7 @@ def ask(judge: str, response: str, truth: str) -> float:
 
 
 def text_of(messages: list[dict]) -> str:
-    """A response as the model wrote and read it."""
+    """Return a response as the model wrote and read it."""
     parts = []
     for message in messages:
         calls = "".join(
@@ -84,7 +84,7 @@ def text_of(messages: list[dict]) -> str:
 
 
 class Notes(TrainerCallback):
-    """What a run under scripts/chaos.py is judged by: rollouts by step, as verl dumps them, and how long steps took."""
+    """What scripts/chaos.py judges a run by: rollouts by step, as verl dumps them, and the duration of each step."""
 
     def __init__(self, folder: Path, updates: int):
         self.folder, self._updates, self._began = folder, updates, time.time()
@@ -113,7 +113,7 @@ class Notes(TrainerCallback):
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step ended, in seconds since the epoch."""
+    """The time at which each optimizer step ended, in seconds since the epoch."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -123,10 +123,10 @@ class Clock(TrainerCallback):
 
 
 class StringStop(GRPOTrainer):
-    """For a tokenizer that has several tokens for `STOP`: generation stops at the string, which is no end token.
+    """Trainer for a tokenizer that has several tokens for `STOP`: generation stops at the string, not at an end token.
 
-    TRL 1.16.0 knows end tokens alone. It keeps the end token with which `generate` pads a sequence that stopped before
-    others, and it finds where a tool's answer starts by the last end token of a template.
+    TRL 1.16.0 only knows end tokens. It keeps the end token with which `generate` pads a sequence that stopped before
+    others, and it locates the start of a tool's answer by the last end token of a template.
     """
 
     def _generate_single_turn(self, *args: object, **kwargs: object) -> tuple:

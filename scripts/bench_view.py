@@ -1,12 +1,12 @@
-"""How fast the viewer answers on a large run, and what it takes of memory: seconds to the last byte, over HTTP.
+"""Measure how fast the viewer answers on a large run (seconds to the last byte, over HTTP), and its memory.
 
     python scripts/bench_view.py                          # 102,400 rollouts: 200 steps x 32 prompts x 16 samples
     python scripts/bench_view.py --steps 20 --folder /tmp/run --words 400
 
-The run is a synthetic one (tests/unit/view/synthetic.py), written first and kept in --folder. Each page is asked for
-once with nothing cached by the viewer, then --repeats times, or once where it takes longer than REPEATED_S; the budgets
-are of the slowest. The memory is the most that the process ever had, shared libraries with it. Exits with 1
-where a budget is missed.
+The run is a synthetic one (tests/unit/view/synthetic.py), written first and kept in --folder. Each page is requested
+once with nothing cached by the viewer, then --repeats times, or once if it takes longer than REPEATED_S; the budgets
+apply to the slowest request. The memory is the peak of the process, shared libraries included. Exits with 1 if a budget
+is missed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ CALLS, CODE_CHARACTERS = 8, 1500
 
 
 def lengthened(uid: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every sample of a group gets CALLS programs of about CODE_CHARACTERS."""
+    """Give every sample of a group CALLS programs of about CODE_CHARACTERS."""
     for row in (row for row in rows if row["uid"] == uid):
         code = "total = 0\nfor i in range(1, 100):\n    total += i * f(i)  # all of them\nprint(f'{total:,}')\n"
         own = {"turn": 0, "tool": "python", "code": code * (CODE_CHARACTERS // len(code)), "stdout": "332,833,500\n"}
@@ -72,7 +72,7 @@ def main() -> None:
     print(f"{args.steps * args.prompts * args.samples:,} training rollouts, {size / 2**20:.0f} MiB of records")
     command = [sys.executable, "-m", "verl_ext.view", str(args.folder), "--port", "0"]
     viewer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy of the environment
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # through no proxy of the environment
     missed = []
     try:
         rows = store.read(store.path_of(args.folder, "tokens", args.steps), ["uid"]).to_pylist()

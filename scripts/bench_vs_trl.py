@@ -1,4 +1,4 @@
-"""verl-retool and TRL side by side on one task: see scripts/bench_vs_trl.sh, which sets up and calls this."""
+"""Compare verl-retool with TRL on one task: see scripts/bench_vs_trl.sh, which sets up and calls this."""
 
 import argparse
 import asyncio
@@ -36,7 +36,7 @@ TRAINERS = ("verl-retool", "TRL", STATIC)
 
 
 class Model(NamedTuple):
-    """What a comparison takes by default, for one of the quickstart's models."""
+    """The defaults of a comparison for one of the quickstart's models."""
 
     config: tuple[str, list[str]]  # the run's YAML and overrides
     steps: int
@@ -52,7 +52,7 @@ MODELS = {
 
 
 def sizes(config: "DictConfig") -> dict[str, float]:
-    """What TRL's side needs to know of an RL run's config; batches are counted in responses."""
+    """Return what TRL's side needs to know of an RL run's config; batches are counted in responses."""
     actor, samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     mini_batch = actor.ppo_mini_batch_size * samples
     return {
@@ -74,7 +74,7 @@ def sizes(config: "DictConfig") -> dict[str, float]:
 
 @contextlib.contextmanager
 def delayed(url: str, delay_s: float) -> Iterator[str]:
-    """A port on 127.0.0.1 that passes on to `url` what it receives, `delay_s` later; answers go back at once."""
+    """Open a port on 127.0.0.1 that forwards what it receives to `url` after `delay_s`; answers go back at once."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lag_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -123,7 +123,7 @@ def delayed(url: str, delay_s: float) -> Iterator[str]:
 
 
 def new_folder(out: Path) -> Path:
-    """A folder of this start in `out`, named after the time: the figures of earlier starts stay as they are."""
+    """Make a folder for this start in `out`, named after the time: the figures of earlier starts stay as they are."""
     folder = out / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     return folder
@@ -140,7 +140,7 @@ def run_ours(
     repo: Path = REPO,
     model: str = "tiny",
 ) -> dict[str, float]:
-    """RL by the launcher of `repo`, without checkpoints."""
+    """Run RL with the launcher of `repo`, without checkpoints."""
     started = time.time()
     supervisor.run(
         [
@@ -155,7 +155,7 @@ def run_ours(
             "OUTPUT_DIR": str(out),
             "SANDBOX_URL": sandbox,
             "DOCTOR": "0",
-            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # all in fp32, as TRL
+            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # all in fp32, like TRL
         },
     )
     (file,) = out.glob("metrics-*.jsonl")
@@ -182,7 +182,7 @@ def run_ours(
 def run_trl(
     supervisor: Supervisor, run: Path, sandbox: str, steps: int, out: Path, python: Path, model: str
 ) -> dict[str, float]:
-    """scripts/bench_trl_side.py in TRL's environment."""
+    """Run scripts/bench_trl_side.py in TRL's environment."""
     figures, batch = out / "figures.json", sizes(compose_run(*MODELS[model].config))
     variables = whole_cpu() if model == "small" else {}  # as that model's launcher sets them for ours
     started = time.time()

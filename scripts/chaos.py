@@ -5,9 +5,9 @@
     bash scripts/chaos.sh --side verl          # verl 0.9.1 as it is: its own agent loop, sampler and checkpoints
     bash scripts/chaos.sh --side trl
 
-A fault comes when a run has logged its second step. A run that fails is started again by the same command, as its user
-would, when the fault is over. Prints a table. The result of a fault is a line of --results, and is not measured again;
-a measurement that was broken off is made anew. The machine should do nothing else meanwhile.
+A fault strikes when a run has logged its second step. A run that fails is started again with the same command, as its
+user would do, when the fault is over. Prints a table. The result of a fault is a line of --results, and is not measured
+again; an interrupted measurement starts over. The machine should do nothing else meanwhile.
 """
 
 import argparse
@@ -44,20 +44,20 @@ from verl_ext.runs.lock import lock_folder  # noqa: E402
 from verl_ext.runs.machine import environment  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
-FAULT_STEP = 2  # after which a fault comes
-IN_STEP_S = 0.5  # and so much later, when requests are under way
+FAULT_STEP = 2  # after this step a fault strikes
+IN_STEP_S = 0.5  # and this much later, when requests are under way
 MOST_STARTS = 3
 TRL = REPO / "outputs" / "bench_vs_trl" / "venv" / "bin" / "python"  # scripts/bench_vs_trl.sh makes it
-LIMIT_S = 400.0  # for a run, all its starts together: five of them in 35 minutes
+LIMIT_S = 400.0  # for a run, with all its starts: five runs fit in 35 minutes
 OVERRIDES = ("trainer.save_freq=2", "retool.recorder.token_share=0")
 
 
 class Injection(threading.Thread):
-    """Waits for the moment of a fault, and lets it happen.
+    """A thread that waits for the moment of a fault, and injects it.
 
     Attributes:
-        log_bytes: of the log when it came; None before.
-        missed: why it hit nothing; "" where it did.
+        log_bytes: size of the log when the fault came; None before.
+        missed: why the fault hit nothing; "" if it hit.
     """
 
     def __init__(self, fault: Fault, scene: Scene):
@@ -77,13 +77,13 @@ class Injection(threading.Thread):
         self.log_bytes, began = self._scene.log.stat().st_size, time.monotonic()
         try:
             self._fault.inject(self._scene)
-        except Exception as error:  # whichever: its run is not one that the fault hit as told
+        except Exception as error:  # any error means that the fault did not hit the run as described
             self.missed = str(error) if isinstance(error, Missed) else repr(error)
         self.seconds = time.monotonic() - began
 
 
 def has_step(scene: Scene, step: int) -> bool:
-    """Whether a run has logged a step: ours into its folder, that of another side into the folder of its notes."""
+    """Return whether a run has logged a step: ours in its folder, another side's in the folder of its notes."""
     files = (path for folder in (scene.run, scene.notes) for path in folder.glob("metrics*.jsonl"))
     texts = (path.read_text(errors="replace") for path in files)
     return any(re.search(rf'"step": ?{step}\b', text) for text in texts)
@@ -92,10 +92,10 @@ def has_step(scene: Scene, step: int) -> bool:
 def run_to_its_end(
     start: Callable[[Callable[[], None]], None], scene: Scene, injection: Injection, limit_s: float = LIMIT_S
 ) -> dict:
-    """Start a run, and again where it fails.
+    """Start a run, and start it again if it fails.
 
     Args:
-        start: runs it to its end, and calls what it is given meanwhile.
+        start: runs it to its end, and meanwhile calls the function that it is given.
     Raises:
         CommandFailed: it failed before the fault came.
     """
@@ -131,8 +131,8 @@ def measure(
     """Run the tiny task under a fault.
 
     Args:
-        folder: of the run and its log; emptied.
-        limit_s: for the run, all its starts together.
+        folder: for the run and its log; emptied first.
+        limit_s: for the run, with all its starts.
 
     Raises:
         CommandFailed: the run failed before the fault came.
@@ -180,11 +180,11 @@ def overrides_of(fault: Fault, scene: Scene) -> list[str]:
 
 
 class Side(NamedTuple):
-    """Whose run.
+    """The framework that a run belongs to.
 
     Attributes:
         start: its command and environment, without Python and sandbox.
-        figures: of a run that has ended, by the sandbox's address and the log's bytes when the fault came.
+        figures: of a finished run, from the sandbox's address and the log's size in bytes when the fault came.
     """
 
     start: Callable[[Fault, Scene, Path], tuple[list[str], dict[str, str]]]
@@ -203,7 +203,7 @@ def our_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict
 
 
 def stock_command(fault: Fault, scene: Scene, source: Path) -> tuple[list[str], dict[str, str]]:
-    """Writes its config beside the run."""
+    """Return the command and the environment of a stock run, and write its config next to the run."""
     folder = scene.run.parent
     scene.notes.mkdir()
     config = others.stock_config(overrides_of(fault, scene), source, scene.run, scene.notes)
@@ -241,7 +241,7 @@ SIDES = {
 
 
 def table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], missed: Mapping[str, str]) -> str:
-    """In Markdown.
+    """Format the results in Markdown.
 
     Args:
         rows: fault -> result.

@@ -1,6 +1,6 @@
-"""What scripts/chaos.py does to a run: faults of sandbox, verifier, rollout servers, learner and disk.
+"""Inject the faults of scripts/chaos.py into a run: of sandbox, verifier, rollout servers, learner and disk.
 
-A fault acts on processes and sockets of this machine, from a thread beside the run: no code of the run knows of it.
+A fault acts on processes and sockets of this machine, from a separate thread: no code of the run knows of it.
 """
 
 import itertools
@@ -24,14 +24,14 @@ from slow_sandbox import delay_s
 from verl_ext.reward.score import score_answer
 from verl_ext.sandbox.launch import running_server
 
-HOLD_S = 15.0  # that a sandbox or verifier is broken
-SLOW_S = 30.0  # that a sandbox is slow
-SLOW_MEAN_S = 2.0  # of a call, log-normal
+HOLD_S = 15.0  # how long a sandbox or verifier is broken
+SLOW_S = 30.0  # how long a sandbox is slow
+SLOW_MEAN_S = 2.0  # mean delay of a call, log-normal
 OOM_EVERY_S = 0.2
-SAVE_S = 120.0  # for a save to begin, before the fault counts as missed
-DISK = "48m"  # of the run's folder where it gets full: several checkpoints of the tiny model
+SAVE_S = 120.0  # a save must begin within this time, or the fault counts as missed
+DISK = "48m"  # size of the disk that gets full: several checkpoints of the tiny model
 SANDBOX = "verl_ext.sandbox.server"
-OPTIONS = ("--preload=",)  # as the quickstart: the tiny task's programs import nothing
+OPTIONS = ("--preload=",)  # as in the quickstart: the tiny task's programs import nothing
 GARBAGE = (
     b"<html><body>502 Bad Gateway</body></html>",
     b'{"status": "Success", "run_result": {"status": "Finished", "stdo',
@@ -42,11 +42,11 @@ GARBAGE = (
 
 
 class Missed(RuntimeError):
-    """A fault found nothing to hit."""
+    """Raised if a fault found nothing to hit."""
 
 
 class Sandbox:
-    """The real server, on one port over all its starts."""
+    """The real server, on the same port at all its starts."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -62,14 +62,14 @@ class Sandbox:
         self._stack.close()
 
     def processes(self) -> list[psutil.Process]:
-        """The server, and then what it started."""
+        """Return the server, followed by the processes it started."""
         own = {SANDBOX, str(self._port)}
         found = [each for each in psutil.Process().children() if own <= set(_command(each))]
         return [each for server in found for each in (server, *_below(server))]
 
 
 class Judge:
-    """An OpenAI-compatible server on 127.0.0.1 that scores as `score_answer` does, and hangs where `hangs` is set."""
+    """An OpenAI-compatible server on 127.0.0.1 that scores as `score_answer` does, and hangs while `hangs` is set."""
 
     def __init__(self) -> None:
         self.hangs = threading.Event()
@@ -94,7 +94,7 @@ class Judge:
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                with suppress(ConnectionError):  # the verifier gave it up
+                with suppress(ConnectionError):  # the verifier gave up on it
                     self.wfile.write(data)
 
             def log_message(self, *args: object) -> None:
@@ -115,7 +115,7 @@ class Judge:
 
 
 def verdict(prompt: str) -> float:
-    """Of the verifier's own prompt (verl_ext/reward/verifiers/judge.py), by what stands in its tags."""
+    """Judge the verifier's own prompt (verl_ext/reward/verifiers/judge.py) by the text in its tags."""
     parts = {
         name: re.search(rf"<{name}>\n(.*?)\n</{name}>", prompt, re.DOTALL) for name in ("reference_answer", "response")
     }
@@ -124,13 +124,13 @@ def verdict(prompt: str) -> float:
 
 @dataclass
 class Scene:
-    """A run, and what a fault can lay hands on.
+    """A run, and what a fault can act on.
 
     Attributes:
         run: its folder, which a fault may fill.
         log: what it prints.
-        ended: set while the run is not there: it has not started, or its process has ended.
-        before: what the proxy before the sandbox does to a call.
+        ended: set while the run does not exist: it has not started, or its process has ended.
+        before: what the proxy in front of the sandbox does to a call.
     """
 
     run: Path
@@ -143,16 +143,16 @@ class Scene:
 
     @property
     def notes(self) -> Path:
-        """Where the other sides put what they are judged by: a disk that a fault fills is the run's alone."""
+        """Return the folder for what the other sides are judged by, off the run's own disk, which a fault may fill."""
         return self.run.parent / "notes"
 
     def processes(self) -> list[psutil.Process]:
-        """All of the run: those below this process, the sandbox aside."""
+        """Return all processes of the run: those below this process, except the sandbox."""
         others = set(self.sandbox.processes())
         return [each for each in _below(psutil.Process()) if each not in others]
 
     def hold(self, seconds: float) -> None:
-        """Wait, or until the run has ended."""
+        """Wait for some seconds, or until the run has ended."""
         self.ended.wait(seconds)
 
 
@@ -161,7 +161,7 @@ def sandbox_dead(scene: Scene) -> None:
 
 
 def kill_sandbox(scene: Scene, away_s: float) -> None:
-    """With all its processes; it is started again on its port."""
+    """Kill the sandbox with all its processes, and start it again on its port after `away_s`."""
     _signal(scene.sandbox.processes(), signal.SIGKILL)
     scene.sandbox.stop()
     time.sleep(away_s)
@@ -188,7 +188,7 @@ def sandbox_garbage(scene: Scene) -> None:
 
 
 def sandbox_out_of_memory(scene: Scene) -> None:
-    """As the kernel's killer does where memory is short: all but the server itself, again and again."""
+    """Kill all but the server itself, again and again, as the kernel's OOM killer does if memory is short."""
     deadline = time.monotonic() + HOLD_S
     while time.monotonic() < deadline:
         _signal(scene.sandbox.processes()[1:], signal.SIGKILL)
@@ -212,7 +212,7 @@ def engine_stopped(scene: Scene) -> None:
 
 
 def learner_killed(scene: Scene) -> None:
-    """The whole run, when the first shard of its next checkpoint is on the disk and the checkpoint is not whole."""
+    """Kill the whole run when the first shard of its next checkpoint is on the disk but the checkpoint is not whole."""
     there, deadline = set(_checkpoints(scene.run)), time.monotonic() + SAVE_S
     while not any(_shard(path) for name, path in _checkpoints(scene.run).items() if name not in there):
         if time.monotonic() > deadline or scene.ended.is_set():
@@ -222,7 +222,7 @@ def learner_killed(scene: Scene) -> None:
 
 
 def disk_full(scene: Scene) -> None:
-    """Nothing can be written to the run's folder until the run has ended, or for a while."""
+    """Let nothing be written to the run's folder until the run has ended, or for a while."""
     ballast = scene.run / "ballast"
     with open(ballast, "wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -233,7 +233,7 @@ def disk_full(scene: Scene) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own at a folder.
+    """Mount a separate small file system at a folder.
 
     Raises:
         Missed: it cannot be mounted.
@@ -253,11 +253,11 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 class Fault(NamedTuple):
     """Attributes:
-    inject: returns when the fault is over; what was killed stays so.
+    inject: returns when the fault is over; what was killed stays dead.
     overrides: of the run, with the address of the judge as `{judge}`.
     steps: of the run.
-    by_proxy: the sandbox has the proxy before it.
-    judged: by the judge, not by the verifier of mathematics.
+    by_proxy: whether calls reach the sandbox through the proxy.
+    judged: whether the judge scores answers, instead of the verifier of mathematics.
     """
 
     inject: Callable[[Scene], None]
@@ -299,7 +299,7 @@ QUICK = ("sandbox dead", "sandbox hung", "sandbox answering garbage", "engine ki
 
 
 def _checkpoints(run: Path) -> dict[str, Path]:
-    """Name -> folder of each, whole or being written: ours in `.saving`, verl's and TRL's in its place."""
+    """Return name -> folder of each checkpoint, also while it is written: ours in `.saving`, the others' in place."""
     patterns = ("global_step_*", ".saving/global_step_*", "checkpoint-*")
     return {path.name: path for pattern in patterns for path in run.glob(pattern)}
 
@@ -310,8 +310,8 @@ def _shard(checkpoint: Path) -> Path | None:
 
 
 def _engines(scene: Scene) -> list[psutil.Process]:
-    """Processes of vLLM's engine cores, the oldest first. They sign what they log with their pid; a fork of warm_python
-    has no title of its own.
+    """Return the processes of vLLM's engine cores, the oldest first. They are found by the pid with which they sign
+    their log lines, because a fork of warm_python has no separate title.
     """
     named = set(map(int, re.findall(r"\(EngineCore\w* pid=(\d+)\)", scene.log.read_text(errors="replace"))))
     found = [each for each in scene.processes() if each.pid in named]

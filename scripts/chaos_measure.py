@@ -1,4 +1,4 @@
-"""What a fault did to a run, from the run's own records: scripts/chaos.py's figures."""
+"""Measure what a fault of scripts/chaos.py did to a run, from the run's own records."""
 
 import asyncio
 import json
@@ -19,17 +19,17 @@ from verl_ext.reward.score import score_answer
 from verl_ext.runs.metrics import read_metrics
 from verl_ext.sandbox import SandboxClient
 
-LIMITS = {"timeout_s": 5, "memory_limit_mb": 256}  # of a program, as configs/shared/quickstart_rl.yaml has them
+LIMITS = {"timeout_s": 5, "memory_limit_mb": 256}  # of a program, as in configs/shared/quickstart_rl.yaml
 TOLERANCE = 1e-6
 _ROLLOUT = ["uid", "session", "ground_truth", "turns", "calls", "end_reason", "score", "reward_parts"]
-_SHAPING = ("reward_overlong", "reward_length", "reward_tool_bonus")  # which depend on lengths and calls alone
+_SHAPING = ("reward_overlong", "reward_length", "reward_tool_bonus")  # depend only on lengths and calls
 _COLUMNS = [*_ROLLOUT, "validate", "trained_step", "timings"]
 _SIGNS = re.compile(r"\bWARNING\b|\bERROR\b|\bis dead\b|takes the place|cannot be written|Resume: ")
 # Of any run of the tiny task; vLLM's, which has tracebacks.
 _USUAL = re.compile(r"had unequal rewards|target_num_threads|\[\w+\.py:\d+\]")
 _RAISED = re.compile(r"(?:\[\w+\]: )?[\w.]*(?:Error|Exception|Timeout)(?:\(\w+\))?: ")
 _TIME = r"(?:\d{4}-)?\d\d-\d\d[ T]\d\d:[\d:,.]+:?"
-_BAR = r"^Training Progress:[^\]]*\]"  # which ends without a line end
+_BAR = r"^Training Progress:[^\]]*\]"  # has no line end
 _FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|{_BAR}|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
 _VARIES = re.compile(r"\bb'.*|0x[0-9a-f]+|[0-9a-f]{8}-[0-9a-f-]{27}|'[^']*'|\d+(?:\.\d+)?")
 
@@ -37,7 +37,7 @@ Row = Mapping[str, Any]
 
 
 class Stall(NamedTuple):
-    """Seconds: the longest time without progress beyond a usual step, and the usual step."""
+    """The longest time without progress beyond a usual step, and the duration of a usual step, in seconds."""
 
     stall_s: float
     step_s: float
@@ -49,7 +49,7 @@ def trained_rollouts(run: Path) -> list[Row]:
 
 
 def failures_in_the_loss(rows: Iterable[Row]) -> list[str]:
-    """Rollouts that trained though infrastructure failed them or one of their calls."""
+    """List rollouts that were trained on although infrastructure failed them or one of their calls."""
     return [
         f"{_name(row)}: trained, though it ended as {row['end_reason']}"
         for row in rows
@@ -59,7 +59,7 @@ def failures_in_the_loss(rows: Iterable[Row]) -> list[str]:
 
 
 def wrong_scores(rows: Iterable[Row]) -> list[str]:
-    """Rollouts whose reward is not that of their answer, scored again here."""
+    """List rollouts whose reward is not that of their answer, which is scored again here."""
     found = []
     for row in rows:
         text = "\n".join(turn["text"] for turn in row["turns"] if turn["role"] == "model")
@@ -71,7 +71,7 @@ def wrong_scores(rows: Iterable[Row]) -> list[str]:
 
 
 def run_again(programs: Iterable[str], sandbox: str) -> dict[str, Any]:
-    """What each program says in a sandbox that is well: the client's results by program."""
+    """Run each program in a healthy sandbox, and return the client's results by program."""
     programs = sorted(set(programs))
 
     async def run_all() -> list[Any]:
@@ -85,7 +85,7 @@ def run_again(programs: Iterable[str], sandbox: str) -> dict[str, Any]:
 
 
 def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
-    """Rollouts that were told what their program does not say: each program is run again, in a sandbox that is well.
+    """List rollouts that received output their program does not print: each is run again in a healthy sandbox.
 
     Args:
         sandbox: URL.
@@ -102,7 +102,7 @@ def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
 
 
 def lost_and_doubled(run: Path, rows: Iterable[Row], problems: int) -> tuple[list[str], list[str]]:
-    """Prompts, from the ledger and from the records, a sentence each.
+    """Describe lost and doubled prompts, from the ledger and from the records, in a sentence each.
 
     Args:
         problems: of an epoch.
@@ -124,8 +124,8 @@ def lost_and_doubled(run: Path, rows: Iterable[Row], problems: int) -> tuple[lis
 
 
 def stall(run: Path) -> Stall:
-    """Progress is a rollout that ended and is in the records, or a part of a step that the trainer ended. What a run
-    did after the checkpoint that it resumed from is no progress: it is done again.
+    """Find the longest time without progress. Progress is a rollout that ended and is in the records, or a part of a
+    step that the trainer ended. Work after the checkpoint that a run resumed from is no progress: it is done again.
     """
     rows = store.rows(run, columns=["validate", "timings"])
     events = [row["timings"]["ended_s"] for row in rows if not row["validate"]]
@@ -134,7 +134,7 @@ def stall(run: Path) -> Stall:
 
 
 def longest_gap(run: Path, events: Iterable[float]) -> Stall:
-    """The longest time between two events, less a usual step of the run's metrics."""
+    """Return the longest time between two events, minus a usual step of the run's metrics."""
     metrics = read_metrics(list(run.glob("metrics*.jsonl")))
     times = {step: data["timing_s/step"] for step, data in metrics.steps.items() if "timing_s/step" in data}
     usual = median([took for step, took in times.items() if step not in metrics.cold] or times.values())
@@ -144,14 +144,14 @@ def longest_gap(run: Path, events: Iterable[float]) -> Stall:
 
 
 def excluded(run: Path) -> Counter:
-    """End -> rollouts that infrastructure failed."""
+    """Count the rollouts that infrastructure failed, by their end."""
     rows = store.rows(run, columns=["validate", "end_reason"])
     return Counter(r["end_reason"] for r in rows if not r["validate"] and r["end_reason"] in INFRASTRUCTURE_FAILURES)
 
 
 def told(before: str, after: str, most: int = 4) -> list[str]:
-    """Lines of a log with a warning or an error that it did not have before the fault; each kind once, the last
-    exception at the end."""
+    """Return lines of a log with a warning or an error that it did not have before the fault; each kind once, with the
+    last exception at the end."""
     known = {_kind(_clean(line)) for line in before.splitlines()}
     lines: dict[str, str] = {}
     for line in after.splitlines():
@@ -165,11 +165,11 @@ def told(before: str, after: str, most: int = 4) -> list[str]:
 
 
 def figures(run: Path, sandbox: str, log: Path, fault_at: int, problems: int) -> dict[str, Any]:
-    """Of one run that has ended.
+    """Compute the figures of one run that has ended.
 
     Args:
-        sandbox: URL of one that is well.
-        fault_at: bytes of the log when the fault came.
+        sandbox: URL of a healthy one.
+        fault_at: size of the log in bytes when the fault came.
         problems: of an epoch.
     """
     rows = trained_rollouts(run)
@@ -183,7 +183,7 @@ def figures(run: Path, sandbox: str, log: Path, fault_at: int, problems: int) ->
 def summary(
     trained: int, wrong: list[str], lost: list[str], doubled: list[str], stall: Stall, log: Path, fault_at: int
 ) -> dict[str, Any]:
-    """What all sides tell. A line of `wrong` begins with the rollout's name and a colon."""
+    """Summarise what all sides report. A line of `wrong` begins with the rollout's name and a colon."""
     text = log.read_bytes()
     return {
         "trained": trained,

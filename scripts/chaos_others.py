@@ -1,4 +1,4 @@
-"""verl 0.9.1 as it is, and TRL, under the faults of scripts/chaos.py: how they are set, and what they left."""
+"""Configure stock verl 0.9.1 and TRL for the faults of scripts/chaos.py, and measure what the runs left."""
 
 import itertools
 import json
@@ -17,20 +17,20 @@ from verl_ext.runs.folder import step_dumps
 from verl_ext.settings import compose_run
 
 FOLDER = Path(__file__).resolve().parent / "stock"
-DUMPS = "rollouts"  # of the folder of notes
+DUMPS = "rollouts"  # subfolder of the notes
 OPEN, CLOSE = "<code>", "</code>"
 _REPLY = re.compile(r"\n<interpreter>\n(.*?)\n</interpreter>\n?", re.DOTALL)
 Rollout = Mapping[str, Any]  # a row of verl's dump: input, output, gts, score, step
 
 
 class Sizes(NamedTuple):
-    """What a run's dumps are judged by.
+    """Sizes that a run's dumps are judged by.
 
     Attributes:
-        order: the problems, as they are drawn.
-        samples: rollouts of a problem.
-        tokens: of a response, at the most.
-        turns: of the model in a response, at the most.
+        order: the problems, in the order in which they are drawn.
+        samples: rollouts per problem.
+        tokens: of a response, at most.
+        turns: of the model in a response, at most.
         slack: problems that may be under way when the last one that trained is drawn.
         from_first: whether a call begins at the first `<code>` of its turn, as TRL's parser has it.
     """
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     from_first: bool = False
 
 
-# The model's own form: a call is `<code>..</code>`, and what the tool says goes on in the same turn.
+# The model's own form: a call is `<code>..</code>`, and the tool's output continues the same turn.
 CHAT_TEMPLATE = (
     "{%- for m in messages %}"
     "{%- if m.role == 'tool' %}{{ '\n<interpreter>\n' ~ m.content ~ '\n</interpreter>\n' }}"
@@ -55,11 +55,11 @@ CHAT_TEMPLATE = (
 
 
 def stock_config(overrides: Sequence[str], source: Path, run: Path, notes: Path) -> DictConfig:
-    """The tiny run's sizes and verl's own parts: agent loop, sampler, reward manager, optimizer.
+    """Compose a config of the tiny run's sizes and verl's own parts: agent loop, sampler, reward manager, optimizer.
 
     Args:
         overrides: of tiny_dapo.
-        source: the quickstart that has data and SFT model.
+        source: the quickstart that has the data and the SFT model.
         run: folder of the checkpoints.
         notes: folder of the dumps.
     """
@@ -93,12 +93,12 @@ def stock_config(overrides: Sequence[str], source: Path, run: Path, notes: Path)
 
 
 def rollouts(notes: Path) -> list[Rollout]:
-    """The trained ones, of the last time that a step was made."""
+    """Read the trained rollouts; of a step that was repeated, those of its last time."""
     return [row for path in step_dumps(notes / DUMPS) for row in jsonl.read(path)]
 
 
 def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
-    """Rollouts whose reward is not that of their answer, scored again here."""
+    """List rollouts whose reward is not that of their answer, which is scored again here."""
     found = []
     for number, row in enumerate(rows):
         expected = 2 * score_answer(_REPLY.sub("\n", row["output"]), row["gts"]).acc - 1
@@ -108,10 +108,10 @@ def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
 
 
 def calls_of(output: str, *, from_first: bool = False) -> tuple[list[tuple[str, str | None]], int]:
-    """The calls of a response, (program, what its tool said or None), and the number of its turns.
+    """Return the calls of a response, (program, the tool's output or None), and the number of its turns.
 
-    A call is the end of a turn, from its last `<code>` on, as verl's parser has it (scripts/stock/stock_verl.py), or
-    from its first.
+    A call is the end of a turn, starting at its last `<code>` as in verl's parser (scripts/stock/stock_verl.py), or at
+    its first.
     """
     pieces = _REPLY.split(output)  # turn, reply, turn, reply, ..., turn
     found = []
@@ -123,8 +123,8 @@ def calls_of(output: str, *, from_first: bool = False) -> tuple[list[tuple[str, 
 
 
 def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) -> list[str]:
-    """Rollouts that were told what their program does not say, when it is run again, or nothing where there was room:
-    verl ends a response at a call whose answer, as the text of an error, is too long for it.
+    """List rollouts that received output their program does not print when it is run again, or none although there was
+    room: verl ends a response at a call whose answer, such as the text of an error, is too long for it.
     """
     from transformers import AutoTokenizer
 
@@ -145,7 +145,7 @@ def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) 
 
 
 def drawn(config: DictConfig) -> list[str]:
-    """The problems of the first epoch in the order in which verl draws them."""
+    """Return the problems of the first epoch in the order in which verl draws them."""
     from verl.trainer.ppo.utils import create_rl_sampler
 
     prompts = parquet.read(Path(config.data.train_files), ["prompt"])["prompt"].to_pylist()
@@ -153,7 +153,7 @@ def drawn(config: DictConfig) -> list[str]:
 
 
 def lost_and_doubled(rows: Sequence[Rollout], sizes: Sizes) -> tuple[list[str], list[str]]:
-    """Prompts, a sentence each."""
+    """Describe lost and doubled prompts, in a sentence each."""
     trained, n = Counter(question_of(row) for row in rows), sizes.samples
     place = {question: number for number, question in enumerate(sizes.order)}
     last = max(place[question] for question in trained)
@@ -168,12 +168,12 @@ def question_of(row: Rollout) -> str:
 
 
 def stall(notes: Path) -> Stall:
-    """Progress is a step whose rollouts were dumped: no time of anything smaller is noted."""
+    """Find the longest time without progress, which is a step whose rollouts were dumped: nothing smaller is timed."""
     return longest_gap(notes, [path.stat().st_mtime for path in step_dumps(notes / DUMPS)])
 
 
 def figures(notes: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -> dict[str, Any]:
-    """As chaos_measure.figures; what was kept out of training is not known."""
+    """Compute the figures of chaos_measure.figures; how much was kept out of training is not known."""
     rows = rollouts(notes)
     wrong = [*wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox, sizes)]
     lost, doubled = lost_and_doubled(rows, sizes)
@@ -181,7 +181,7 @@ def figures(notes: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -
 
 
 def verl_sizes(config: DictConfig) -> Sizes:
-    """Of `stock_config`."""
+    """Return the sizes of `stock_config`."""
     rollout = config.actor_rollout_ref.rollout
     slack = 0 if config.trainer.v1.trainer_mode == "sync" else 3 * config.data.train_batch_size
     limits = config.data.max_response_length, rollout.multi_turn.max_assistant_turns
@@ -189,7 +189,7 @@ def verl_sizes(config: DictConfig) -> Sizes:
 
 
 def trl_sizes(model: Path, notes: Path, sizes: Mapping[str, Any]) -> Sizes:
-    """Of a run of scripts/bench_trl_side.py; `sizes` are those of scripts/bench_vs_trl.py."""
+    """Return the sizes of a run of scripts/bench_trl_side.py; `sizes` are those of scripts/bench_vs_trl.py."""
     order = json.loads((notes / "order.json").read_text())
     own = order, sizes["samples"], sizes["response_tokens"], sizes["tool_calls"] + 1
     return Sizes(str(model), *own, from_first=True)

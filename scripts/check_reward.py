@@ -7,9 +7,9 @@
     python scripts/check_reward.py labelled FILE         rows: gold, response, label (.jsonl, .json or .parquet)
 
 The files of tests/data will do. Pairs: at least 98% right and no false positive. Code: references pass, mutants fail.
-`pairs` and `labelled` print math-verify's figures beside ours. `labelled` takes any file of responses that somebody has
-judged, such as VerifierBench's mathematics, finds its columns (--gold, --response, --label name others) and lists where
-ours and the label differ. It fails for no disagreement: labels of such files err, too.
+`pairs` and `labelled` print math-verify's figures next to ours. `labelled` takes any file of responses that somebody
+has judged, such as VerifierBench's mathematics, finds its columns (--gold, --response, --label name others) and lists
+the rows in which our verdict and the label differ. A disagreement does not make it fail, because such labels also err.
 """
 
 import argparse
@@ -62,12 +62,12 @@ def check_pairs(rows: list[dict[str, Any]]) -> bool:
 
 
 def judge(response: str, gold: str) -> tuple[Score, bool | None]:
-    """Our score, and math-verify's verdict on the whole response; None where it is not asked (guards.py)."""
+    """Return our score, and math-verify's verdict on the whole response; None if it is not asked (guards.py)."""
     return score_answer(response, gold), judge_by_math_verify(response, gold, extract_answer(response) or "")
 
 
 def compare_graders(judged: list[tuple[bool, Score, bool | None]]) -> tuple[int, int]:
-    """Print a line per grader against the labels; ours right and its false positives."""
+    """Print a line per grader against the labels; return how many ours got right, and its false positives."""
     ours = [(label, score.acc == 1.0) for label, score, _ in judged]
     theirs = [(label, bool(verdict)) for label, _, verdict in judged]
     print(f"{'':12} {'right':>15} {'false pos.':>10} {'false neg.':>10} {'precision':>10} {'recall':>8}")
@@ -87,7 +87,7 @@ def compare_graders(judged: list[tuple[bool, Score, bool | None]]) -> tuple[int,
 
 
 def check_labelled(rows: list[dict[str, Any]], named: dict[str, str | None], *, boxed_only: bool) -> bool:
-    """Judge responses that somebody has labelled, and list where ours and the label differ.
+    """Judge responses that somebody has labelled, and list those on which our verdict and the label differ.
 
     Args:
         named: column of each of COLUMNS, None to look for one of its usual names.
@@ -129,7 +129,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def spellings(answer: str) -> list[str]:
-    """How data sets and models write the same answer."""
+    """Return the spellings in which data sets and models write the same answer."""
     written = [answer, rf"\text{{{answer}}}", f"${answer}$", rf"\mathbf{{{answer}}}", f" {answer}. ", rf"x = {answer}"]
     written += [rf"\left({answer}\right)", rf"{answer}\text{{ units}}", rf"{answer}^\circ"]
     digits = answer.removeprefix("-")
@@ -142,7 +142,7 @@ def spellings(answer: str) -> list[str]:
 
 
 def check_golds(rows: list[dict[str, Any]]) -> bool:
-    """Every gold equals its own spellings, and no other gold of the file."""
+    """Check that every gold equals its own spellings, and no other gold of the file."""
     golds = sorted({str(row["answer"]) for row in rows})
     numbers = {gold: int(gold) if gold.lstrip("-").isdigit() else gold for gold in golds}
     unlike = [(gold, said) for gold in golds for said in spellings(gold) if not compare(said.strip(), gold).equal]
@@ -160,7 +160,7 @@ def check_golds(rows: list[dict[str, Any]]) -> bool:
 
 
 def check_traces(rows: list[dict[str, Any]]) -> bool:
-    """Grade the assistant's messages of recorded traces, and explain where the recorded verdict was another."""
+    """Grade the assistant's messages of recorded traces, and explain each recorded verdict that differs."""
     table, reasons = Counter(), Counter()
     for row in rows:
         if row.get("upstream_correct") is None:
@@ -180,7 +180,7 @@ def check_traces(rows: list[dict[str, Any]]) -> bool:
 
 
 def explain(pred: str, verdict: str, gold: str, recorded: str) -> str:
-    """Why a recorded verdict may differ from ours, as far as a rule can tell."""
+    """Say why a recorded verdict may differ from ours, as far as a rule can tell."""
     if verdict == "correct":
         return "the record took something other than the box"
     if verdict == "no_answer":
@@ -196,7 +196,7 @@ def explain(pred: str, verdict: str, gold: str, recorded: str) -> str:
 
 
 def approximate(latex: str) -> float | None:
-    """Value of a number, a rational one or with roots and pi; None for anything else."""
+    """Return the value of a number, rational or with roots and pi; None for anything else."""
     import sympy
     from latex2sympy2_extended import latex2sympy
 
@@ -205,12 +205,12 @@ def approximate(latex: str) -> float | None:
         return float(quantity.value if quantity else sympy.N(latex2sympy(latex)))
     except (NotANumber, TypeError, ValueError, AttributeError):
         return None
-    except Exception:  # of the parser's many kinds: not a number
+    except Exception:  # the parser raises many kinds; all mean that it is not a number
         return None
 
 
 class _Mutant(ast.NodeTransformer):
-    """Makes every function that it meets return something that no reference returns."""
+    """Transformer that makes every function return something that no reference returns."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.body = [ast.Return(ast.Constant("no such answer"))]
@@ -218,7 +218,7 @@ class _Mutant(ast.NodeTransformer):
 
 
 async def grade_code(rows: list[dict[str, Any]], url: str) -> tuple[list[str], list[str]]:
-    """Ids of tasks whose reference did not pass, and of those whose mutant was not wrong."""
+    """Return ids of tasks whose reference did not pass, and of those whose mutant was not judged wrong."""
     from verl_ext.reward.verifiers.code import CodeVerifier
 
     verifier = CodeVerifier({}, urls=[url], max_concurrency=4, timeout_s=30)
@@ -237,7 +237,7 @@ async def grade_code(rows: list[dict[str, Any]], url: str) -> tuple[list[str], l
 
 
 def check_code(rows: list[dict[str, Any]]) -> bool:
-    """References pass their tests in the sandbox, and mutants fail them."""
+    """Check that references pass their tests in the sandbox, and that mutants fail them."""
     from verl_ext.sandbox import running_server
 
     with running_server(workers=2) as url:

@@ -1,8 +1,8 @@
-"""Are the metrics of two runs equal, step by step, times excepted? For runs with `+repeatable=cpu`.
+"""Check that the metrics of two runs are equal, step by step, except times. For runs with `+repeatable=cpu`.
 
     .venv/bin/python scripts/compare_metrics.py outputs/run_a outputs/run_b
 
-Reads all `metrics*.jsonl` of each run (or one file; of the quickstart's folder those of RL, or else of SFT), without
+Reads all `metrics*.jsonl` of each run (or one file; in a quickstart's folder those of RL, or else of SFT), without
 `timing*` and `perf/*`. Says in which step the runs first differ, and in what, and exits with 1 if they do.
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from verl_ext.runs.folder import metric_files
 from verl_ext.runs.metrics import metric_rows
 
-TIMES = ("timing", "perf/", "train/mfu")  # beginnings of metrics that a clock or the machine's memory gives
+TIMES = ("timing", "perf/", "train/mfu")  # prefixes of metrics that depend on a clock or on the machine's memory
 
 
 def read_run(path: Path) -> dict[int, dict[str, float]]:
-    """Metrics by step, times left out; of a step that was logged twice (resume) what was logged last.
+    """Read metrics by step, without times; of a step that was logged twice (resume), what was logged last.
 
     Raises:
         FileNotFoundError: there are none.
@@ -34,7 +34,7 @@ def read_run(path: Path) -> dict[int, dict[str, float]]:
 
 
 def differences(first: dict[int, dict[str, float]], second: dict[int, dict[str, float]]) -> list[str]:
-    """One line for each metric that differs in the first step that does, bit by bit; NaN equals NaN."""
+    """Return a line for each metric that differs in the first differing step, bit by bit; NaN equals NaN."""
     for step in sorted(first.keys() | second.keys()):
         a, b = first.get(step, {}), second.get(step, {})
         names = sorted(name for name in a.keys() | b.keys() if not _is_equal(a.get(name), b.get(name)))

@@ -1,19 +1,19 @@
-"""What does asynchrony gain where tools are slow, and what does it cost in accuracy? The tiny task in every mode.
+"""Measure what asynchrony gains if tools are slow, and what it costs in accuracy: the tiny task in every mode.
 
     .venv/bin/python scripts/compare_modes.py                    # five modes x .5 s, 2 s x 3 seeds
     .venv/bin/python scripts/compare_modes.py --max-runs 1       # the next run that is missing
-    .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
+    .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, next to what it drew
 
 `separate_async_keep` is `separate_async` with updates under running requests. `separate_async_actor` has agent loops in
-an actor of their own and a server that is watched, as `hardware=cpu_separate` has them: every turn is a message between
-processes. All others have loops within the server. All have one objective, that of configs/tiny_dapo.yaml, whose old
-log-probs are the rollout's, as `keep` needs them. Each call of a tool is held back for a log-normal time
-(slow_sandbox.py). Modes take turns, so that a machine that gets slower is slower for all. Prints a table. Ratios of
-speed and differences of accuracy are of two runs with one seed, as means with 95% intervals by Student's t over seeds.
+a separate actor and a watched server, as in `hardware=cpu_separate`: every turn is a message between processes.
+All others have loops within the server. All share the objective of configs/tiny_dapo.yaml, whose old log-probs are the
+rollout's, as `keep` needs them. Each tool call is delayed by a log-normal time (slow_sandbox.py). Modes take turns, so
+that a machine that gets slower is slower for all. Prints a table. Ratios of speed and differences of accuracy compare
+two runs with the same seed; they are means over seeds with 95% intervals by Student's t.
 
-A broken run goes on from its checkpoint; one that fails is told, and the next call tries it again. The result of a
-finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile, and is
-the same for all runs of a file.
+An interrupted run continues from its checkpoint; a run that fails is reported, and the next call tries it again. The
+result of a finished run is a line of --results, and that run is not repeated. The machine should do nothing else
+meanwhile, and must be the same for all runs of a file.
 """
 
 import argparse
@@ -71,7 +71,7 @@ MODES = {
     ACTOR: ("hardware=cpu_separate",),
     KEEP: (*SEPARATE, "retool.fleet.weight_update=keep"),
 }
-# What a mode is compared with
+# The mode that a mode is compared with
 PARTNERS = {
     "sync": (),
     "colocate_async": ("sync",),
@@ -80,7 +80,7 @@ PARTNERS = {
     KEEP: ("separate_async", ACTOR),
 }
 MEANS = (0.5, 2.0)  # latencies in s
-TARGETS = {  # mode, partner, mean latency -> how many times the partner's trained tokens/s it shall have
+TARGETS = {  # mode, partner, mean latency -> ratio to the partner's trained tokens/s that it must reach
     ("separate_async", "sync", 0.5): 1.3,
     ("separate_async", "sync", 2.0): 2.0,
     (KEEP, ACTOR, 2.0): 1.25,
@@ -94,7 +94,7 @@ class Cell(NamedTuple):
     """One run."""
 
     mode: str
-    mean_s: float  # of the latency of a call
+    mean_s: float  # mean latency of a call
     repeat: int
 
     def __str__(self) -> str:
@@ -102,12 +102,12 @@ class Cell(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A prompt group, from its trajectories: means over rollouts, but for the latency.
+    """A prompt group, from its trajectories: means over rollouts, except the latency.
 
     Attributes:
-        latency_s: of its slowest rollout, generation and tools.
-        model_tokens: a rollout's sampled tokens.
-        calls: a rollout's runs of code.
+        latency_s: of its slowest rollout, for generation and tools.
+        model_tokens: sampled tokens of a rollout.
+        calls: runs of code of a rollout.
         tokens: sampled tokens of all rollouts together.
     """
 
@@ -119,7 +119,7 @@ class Group(NamedTuple):
 
 
 def cells_of(means: Sequence[float], modes: Sequence[str], repeats: int) -> Iterator[Cell]:
-    """Modes take turns within a latency, latencies within a repeat."""
+    """Yield the runs in order: modes take turns within a latency, latencies within a repeat."""
     return (Cell(mode, mean, n) for n, mean, mode in itertools.product(range(repeats), means, modes))
 
 
@@ -137,7 +137,7 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
     Raises:
         SystemExit: another process writes there, perhaps a run whose script was killed.
         CommandFailed: it failed.
-        TimeoutError: it took too long. It is ended.
+        TimeoutError: it took too long, and was ended.
     """
     env = {
         "PYTHON": sys.executable,
@@ -163,7 +163,7 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
 
 
 def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[str], timeout_s: float) -> None:
-    """Start a run, or go on with it: with the validation alone where its last step is trained.
+    """Start or continue a run; if its last step is trained, only the validation is left to do.
 
     Raises:
         CommandFailed, TimeoutError: see `launch`.
@@ -176,13 +176,13 @@ def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[st
 
 
 def machine() -> dict[str, Any]:
-    """What the speeds of a table have in common."""
+    """Describe the machine, which the speeds of a table must have in common."""
     platform = environment()["platform"]
     return {name: platform[name] for name in ("cpu", "cores")}
 
 
 def settings_of(digests: Mapping[str, str], steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """What a run was made with: the SFT that --from names, the values of the task, and the machine."""
+    """Return what a run was made with: the SFT that --from names, the values of the task, and the machine."""
     made = {"from": dict(digests), "task": RUNGS["tiny"].task_digest(), "steps": steps, "overrides": list(overrides)}
     return made | machine()
 
@@ -196,7 +196,7 @@ def is_done(run: Path, steps: int) -> bool:
 
 
 def read_ledger(run: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Step at which each prompt was drawn, and at which each that was trained on was taken; uid -> step."""
+    """Return uid -> step at which each prompt was drawn, and at which each trained prompt was taken."""
     drawn: dict[str, int] = {}
     trained: dict[str, int] = {}
 
@@ -211,7 +211,7 @@ def read_ledger(run: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def read_groups(run: Path) -> dict[str, Group]:
-    """uid -> training group, of its rollouts that are recorded and did not raise."""
+    """Return uid -> training group, made of its rollouts that are recorded and did not raise."""
     rollouts = defaultdict(list)
     for row in store.rows(run, columns=["uid", "validate", "timings", "model_tokens", "calls", "acc"]):
         if not row["validate"] and row["model_tokens"] is not None:
@@ -229,7 +229,7 @@ def read_groups(run: Path) -> dict[str, Group]:
 
 
 def tokens_per_s(run: Path) -> float:
-    """Sampled tokens of the groups that were trained on, fillers left out, per second of the steps, start-up left out.
+    """Return the sampled tokens of trained groups, without fillers, per second of the steps, without start-up.
 
     The first two steps of each process are left out as well: they fill caches and the pipeline.
 
@@ -253,7 +253,7 @@ def tokens_per_s(run: Path) -> float:
 
 
 def taken_table(run: Path) -> str:
-    """In Markdown: of each few steps the groups that were drawn, and those that were trained on, as means."""
+    """Format in Markdown, for every few steps, the means of the groups that were drawn and of those trained on."""
     drawn, trained = read_ledger(run)
     groups = read_groups(run)
     if not (groups and trained):
@@ -272,15 +272,15 @@ def taken_table(run: Path) -> str:
 
 
 def _mean(values: Sequence[float]) -> str:
-    """A dash where a few steps have none: retention has removed their records, or fillers alone were taken."""
+    """Format a mean; a dash if there are no values: retention removed the records, or only fillers were taken."""
     return f"{fmean(values):.2f}" if values else "-"
 
 
 def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]) -> str:
-    """In Markdown: a row per latency, mode, and mode that it is compared with.
+    """Format the results in Markdown: a row per latency, mode, and mode that it is compared with.
 
     Args:
-        found: run -> trained tokens a second, and accuracy at its end.
+        found: run -> trained tokens per second, and accuracy at its end.
     """
     head = ["latency", "mode", "runs", "trained tokens/s", "accuracy", "beside", "speed", "difference", "target"]
     lines = [head, ["---"] * len(head)]
@@ -308,13 +308,13 @@ def _yes(held: bool) -> str:
 
 
 def _interval(values: Sequence[float], form: str) -> str:
-    """Mean, and half the width of its 95% interval where there are two or more."""
+    """Format a mean, with half the width of its 95% interval if there are two or more values."""
     width = half_width(values)
     return f"{fmean(values):{form}}" + ("" if width is None else f" ± {width:{form.lstrip('+')}}")
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean, and standard deviation over runs."""
+    """Format the mean and the standard deviation over runs."""
     return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 

@@ -1,12 +1,12 @@
-"""Does every objective train, and in every mode? Runs of the real stack on the tiny task, from one quickstart's SFT.
+"""Check that every objective trains, in every mode: runs of the real stack on the tiny task, from a quickstart's SFT.
 
     .venv/bin/python scripts/compare_objectives.py               # every preset, 30 steps, evaluated
     .venv/bin/python scripts/compare_objectives.py --every-mode  # every preset in every mode, three steps
 
 Prints a table, and with the first command draws the curves. Each run is a quickstart in its own folder
-(scripts/seeds.py), with the data and the SFT of the one that --from names. One that fails is tried once more, from its
+(scripts/seeds.py), with the data and the SFT of the one that --from names. A run that fails is retried once from its
 last checkpoint; then the end of its log is shown, and the next call tries it again. The result of a finished run is a
-line of a file in --results, and the run is not made again: another machine can go on with that folder.
+line of a file in --results, and that run is not repeated: another machine can continue with that folder.
 """
 
 import argparse
@@ -44,11 +44,11 @@ MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
 }
 SHORT = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
 ENOUGH = 0.30  # accuracy above SFT's that an objective is expected to reach
-IN_A_ROW = 7  # objectives of a chart: the drawing has eight colours
+IN_A_ROW = 7  # objectives per chart: the drawing has eight colours
 LOG_LINES = 12
 SOURCE = COLUMNS["tiny"][0][2]  # the data source that the model was trained for
 
-Start = Callable[..., None]  # as `quickstart`
+Start = Callable[..., None]  # like `quickstart`
 
 
 class Cell(NamedTuple):
@@ -63,7 +63,7 @@ class Cell(NamedTuple):
 
 
 _OF_TRAINER = ("run_updates", "objective", "advantages", "sampler", "group_rules", "queue")
-CODE = ("verl_ext/objectives/*.py", *(f"verl_ext/trainer/{name}.py" for name in _OF_TRAINER))  # what a result is of
+CODE = ("verl_ext/objectives/*.py", *(f"verl_ext/trainer/{name}.py" for name in _OF_TRAINER))  # behind a result
 
 
 def overrides_of(cell: Cell, *, short: bool) -> list[str]:
@@ -71,20 +71,20 @@ def overrides_of(cell: Cell, *, short: bool) -> list[str]:
 
 
 def settings_of(cell: Cell, digests: Mapping[str, str], *, short: bool) -> dict[str, Any]:
-    """What a result was made with: the SFT that --from names, the overrides, and the values of preset and task."""
+    """Return what a result was made with: the SFT that --from names, the overrides, the values of preset and task."""
     own = {"preset": digest(f"configs/objective/{cell.objective}.yaml"), "task": RUNGS["tiny"].task_digest()}
     own["code"] = digest(*CODE)
     return {"from": dict(digests), "rl": overrides_of(cell, short=short), **own}
 
 
 def arguments(cell: Cell, source: Path, *, short: bool) -> list[str]:
-    """Options of the quickstart. A short run ends after RL."""
+    """Return the options of the quickstart. A short run ends after RL."""
     rl = [word for override in overrides_of(cell, short=short) for word in ("--rl", override)]
     return ["--from", str(source), "--seed", str(cell.seed), *(("--stage", "rl") if short else ()), *rl]
 
 
 def is_done(out: Path, *, settings: Mapping[str, Any], short: bool) -> bool:
-    """Whether a run is whole.
+    """Return whether a run is whole.
 
     Args:
         settings: of `settings_of`.
@@ -108,12 +108,12 @@ def run_missing(
     short: bool,
     start: Start = quickstart,
 ) -> dict[Cell, str]:
-    """Run what is not published, each at the most twice, and publish it.
+    """Run what is not published, each at most twice, and publish it.
 
     Returns:
         The end of the log of each run that failed both times.
     Raises:
-        ValueError: a run that is published, or there, has other settings; before the first run.
+        ValueError: a run that is published, or whose folder exists, has other settings; raised before the first run.
         SystemExit: another process writes into the folder of a run, perhaps one whose script was killed.
     """
     failed: dict[Cell, str] = {}
@@ -142,13 +142,13 @@ def run_missing(
 
 
 def result_of(folder: Path, *, short: bool) -> dict[str, Any]:
-    """What is published of a finished run: the seconds of its RL, and its accuracies before, in and after training."""
+    """Return what is published of a finished run: seconds of its RL, and accuracy before, during and after training."""
     result: dict[str, Any] = {"seconds": round(rl_seconds(folder), 1)}
     return result if short else result | figures_of(folder)
 
 
 def end_of_log(folder: Path) -> str:
-    """The last lines of the log that was written last."""
+    """Return the last lines of the log that was written last."""
     logs = [*folder.glob("*.log"), *folder.glob("*/log.txt"), *folder.glob("*/*.log")]
     if not logs:
         return f"no log in {folder}"
@@ -157,16 +157,16 @@ def end_of_log(folder: Path) -> str:
 
 
 def rl_seconds(folder: Path) -> float:
-    """That RL took, its start and its checkpoints included."""
+    """Return the seconds that RL took, its start and its checkpoints included."""
     return next(e["wall_s"] for e in json.loads((folder / JOURNAL).read_text()) if e["stage"] == "rl")
 
 
 def mode_table(objectives: Sequence[str], modes: Sequence[str], seconds: Mapping, failed: Mapping) -> str:
-    """In Markdown: a row per objective, a column per mode.
+    """Format the seconds in Markdown: a row per objective, a column per mode.
 
     Args:
-        seconds: (objective, mode) -> what its RL took, of those that are done.
-        failed: has the (objective, mode) of those that failed.
+        seconds: (objective, mode) -> duration of its RL, for runs that are done.
+        failed: has the (objective, mode) of the runs that failed.
     """
 
     def text(cell: tuple[str, str]) -> str:
@@ -180,16 +180,16 @@ def mode_table(objectives: Sequence[str], modes: Sequence[str], seconds: Mapping
 
 
 def gains_of(results: Sequence[Mapping]) -> list[float]:
-    """Accuracy after RL less that of SFT, of each seed."""
+    """Return accuracy after RL minus that of SFT, for each seed."""
     return [estimate(each, "after", SOURCE)["value"] - estimate(each, "before", SOURCE)["value"] for each in results]
 
 
 def gain_table(wanted: Mapping[str, Sequence[int]], found: Mapping[tuple[str, int], Mapping]) -> str:
-    """In Markdown: accuracy of each seed after RL, the gain over SFT, and whether it is enough.
+    """Format in Markdown the accuracy of each seed after RL, the gain over SFT, and whether it is enough.
 
     Args:
         wanted: objective -> its seeds.
-        found: (objective, seed) -> result of its run, of those that are done.
+        found: (objective, seed) -> result of its run, for runs that are done.
     """
     seeds = sorted(set().union(*wanted.values()))
     head = ["objective", *(f"seed {seed}: SFT -> after RL" for seed in seeds), "gain over SFT", "least gain"]
@@ -212,20 +212,20 @@ def gain_table(wanted: Mapping[str, Sequence[int]], found: Mapping[tuple[str, in
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table; the line of `---` parts its head."""
+    """Format a table; a line of `---` separates its head."""
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 
 def draw(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping], out: Path) -> None:
-    """Two charts for each IN_A_ROW objectives: accuracy in training, a mean over seeds; and gains over SFT with 95%
-    intervals, of two seeds or more."""
+    """Draw two charts for every IN_A_ROW objectives: accuracy in training, as a mean over seeds; and gains over SFT,
+    with 95% intervals for two seeds or more."""
     there = [name for name in objectives if any(name == each for each, _ in found)]
     rows = [there[start : start + IN_A_ROW] for start in range(0, len(there), IN_A_ROW)]
     write_picture([chart for row in rows for chart in charts(row, found)], out, columns=2)
 
 
 def charts(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping]) -> tuple[Chart, Chart]:
-    """Of the curves and of the gains of objectives that have a result."""
+    """Make the charts of the curves and of the gains, for objectives that have a result."""
     curves, gains = [], []
     for number, name in enumerate(objectives, 1):
         runs = [result for key, result in found.items() if key[0] == name]
@@ -243,7 +243,7 @@ def charts(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping]) 
 
 
 def cells_of(wanted: Mapping[str, Sequence[int]], modes: Sequence[str]) -> Iterator[Cell]:
-    """Seed by seed, so that what is there first covers all objectives."""
+    """Yield the runs seed by seed, so that the first results cover all objectives."""
     seeds = sorted(set().union(*wanted.values()))
     for seed, mode, name in itertools.product(seeds, modes, wanted):
         if seed in wanted[name]:

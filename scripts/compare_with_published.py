@@ -1,6 +1,6 @@
-"""A run's metrics beside those of the published ReTool run (data/published): an HTML page, and a table.
+"""Compare a run's metrics with those of the published ReTool run (data/published), on an HTML page and in a table.
 
-    python scripts/compare_with_published.py                                      # the published run alone
+    python scripts/compare_with_published.py                                      # only the published run
     python scripts/compare_with_published.py --run outputs/qwen2-32b_dapo --sft outputs/qwen2-32b_sft
 
 Reads what verl's file logger wrote (metrics-*.jsonl, joined by step). The page also says which of the published columns
@@ -31,7 +31,7 @@ ALIGNMENTS = {"step": "step", "updates": "optimizer updates", "prompts": "prompt
 
 
 class Batch(NamedTuple):
-    """What one step of a run is: prompts (SFT: traces) trained on, and optimizer updates."""
+    """The size of one step of a run: prompts (SFT: traces) trained on, and optimizer updates."""
 
     prompts: int
     updates: int
@@ -41,7 +41,7 @@ PUBLISHED_BATCH = {"rl": Batch(512, 8), "sft": Batch(32, 1)}  # configs/qwen2-32
 
 
 class Compared(NamedTuple):
-    """A metric of the published run, and the same of a run today."""
+    """A metric of the published run, and its counterpart in a run of verl 0.9.1."""
 
     title: str
     unit: str
@@ -91,8 +91,8 @@ COMPARED = {
     "sft": (Compared("SFT loss", "nats per token", "train/loss", "train/loss"),),
 }
 
-# Published columns that have another name or meaning today, or none: pattern -> (today's key, what differs). Every
-# other column has its old name; `tests/unit/test_compare_with_published.py` checks both against the keys of a real run.
+# Published columns whose name or meaning differs in verl 0.9.1, or that it lacks: pattern -> (its key, what differs).
+# All other columns keep their names; `tests/unit/test_compare_with_published.py` checks both against a real run's keys.
 MOVED: dict[str, tuple[str | None, str]] = {
     r"perf/(max_memory_allocated|max_memory_reserved|cpu_memory_used)_gb": (r"actor/perf/\1_gb", ""),
     r"val-aux/.*?/score/(.*)": (r"val-aux/<data source>/reward/\1", "score and reward were the same number"),
@@ -110,33 +110,33 @@ MOVED: dict[str, tuple[str | None, str]] = {
 
 
 class Row(NamedTuple):
-    """One line of the table: (x, value) of the first and the last value, and of ours at the published end."""
+    """A line of the table: (x, value) of the first and the last value, and of ours at the published end."""
 
     metric: Compared
     source: str  # data source of ours, for accuracy on held-out problems; else empty
     published: tuple[tuple[float, float], tuple[float, float]] | None
     own: tuple[tuple[float, float], tuple[float, float]] | None
-    own_at_end: tuple[float, float] | None  # nearest to the last published x, where ours reaches that far
+    own_at_end: tuple[float, float] | None  # nearest to the last published x, if ours reaches that far
 
 
 class Part(NamedTuple):
-    """RL or SFT: what is compared."""
+    """The compared metrics of one part, RL or SFT."""
 
     name: str  # rl | sft
     published: Metrics
-    own: Metrics  # empty where there is none
+    own: Metrics  # empty if there is none
     published_batch: Batch
     own_batch: Batch | None
     align: str
 
     def published_curves(self, key: str) -> dict[str, Series]:
-        """By data source where `key` is an accuracy on held-out problems; else under the empty name."""
+        """Return curves by data source if `key` is an accuracy on held-out problems; else one under the empty name."""
         source = held_out_source(key) or ""
         curve = _curve(_name("published", source), self.published, key, self.published_batch, self.align)
         return {source: curve} if curve else {}
 
     def own_curves(self, key: str) -> dict[str, Series]:
-        """Likewise; there may be several data sources."""
+        """Return our curves in the same form; there may be several data sources."""
         keys = {"": key}
         if key.startswith("val-core/<"):
             found = {name for values in self.own.steps.values() for name in values}
@@ -149,10 +149,10 @@ class Part(NamedTuple):
 
 
 def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str, *, published: bool = True) -> Part:
-    """The published metrics of `name` (rl, sft), and those in `paths`: files, runs' folders, or the quickstart's.
+    """Read the published metrics of `name` (rl, sft), and those in `paths`: files, runs' folders, or a quickstart's.
 
     Args:
-        batch: of the run in `paths`; None reads it from hydra/config.yaml beside the metrics, if `align` needs it.
+        batch: of the run in `paths`; None reads it from hydra/config.yaml next to the metrics, if `align` needs it.
     Raises:
         FileNotFoundError: a path is not there, or a folder has no metrics.
         ValueError: a file is of another form, holds none of the metrics compared, or the batch is unknown.
@@ -173,7 +173,7 @@ def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str,
 
 
 def read_batch(name: str, config: Path) -> Batch:
-    """The batch of a run, from the configuration that Hydra left.
+    """Read the batch of a run from the configuration that Hydra left.
 
     Raises:
         ValueError: it is not there, or has no batch size.
@@ -193,7 +193,7 @@ def read_batch(name: str, config: Path) -> Batch:
 
 
 def rows(part: Part) -> list[Row]:
-    """The table: a line per metric that either side has, and per data source of held-out problems."""
+    """Make the table: a line per metric that either side has, and per data source of held-out problems."""
     lines = []
     for metric in COMPARED[part.name]:
         published, own = part.published_curves(metric.published), part.own_curves(metric.today)
@@ -204,7 +204,7 @@ def rows(part: Part) -> list[Row]:
 
 
 def format_table(part: Part) -> str:
-    """The table for a terminal."""
+    """Format the table for a terminal."""
     x = ALIGNMENTS[part.align]
     header = ("metric", "unit", "published", f"{x}", "yours", f"{x}", "yours at the published end")
     table = [header]
@@ -217,7 +217,7 @@ def format_table(part: Part) -> str:
 
 
 def format_ends(ends: tuple[tuple[float, float], tuple[float, float]] | None) -> tuple[str, str]:
-    """`0.0583 -> 0.251`, `1 - 10`: first and last value, and where."""
+    """Format the first and the last value and their x: `0.0583 -> 0.251`, `1 - 10`."""
     if ends is None:
         return "-", "-"
     (x0, y0), (x1, y1) = ends
@@ -225,7 +225,9 @@ def format_ends(ends: tuple[tuple[float, float], tuple[float, float]] | None) ->
 
 
 def columns(published: Metrics, own: Metrics) -> list[dict[str, object]]:
-    """Each published column (of validation one per kind, not per k): today's name or None, what differs, in own run?"""
+    """List each published column (one per kind of validation, not per k): today's name or None, what differs, and
+    whether our run has it.
+    """
     present = {general_key(key) for values in own.steps.values() for key in values}
     lines = {}
     for key in (key for step in sorted(published.steps) for key in published.steps[step]):
@@ -239,12 +241,12 @@ def columns(published: Metrics, own: Metrics) -> list[dict[str, object]]:
 
 
 def general_key(key: str) -> str:
-    """A validation key without its data source and number of samples: val-core/<data source>/acc/mean@<n>."""
+    """Return a validation key without its data source and number of samples: val-*/<data source>/acc/mean@<n>."""
     return re.sub(r"@\d+", "@<n>", re.sub(r"^val-(?:core|aux)/(?!num_turns/)[^/]+/", "val-*/<data source>/", key))
 
 
 def chart(part: Part, metric: Compared) -> Chart | None:
-    """The curves of a metric; None where neither side has it."""
+    """Draw the curves of a metric; None if neither side has it."""
     series = [*part.published_curves(metric.published).values(), *part.own_curves(metric.today).values()]
     if not series:
         return None
@@ -253,7 +255,7 @@ def chart(part: Part, metric: Compared) -> Chart | None:
 
 
 def write_page(parts: Sequence[Part], out: Path) -> None:
-    """The page, with all charts, tables and the columns' names."""
+    """Write the page, with all charts, tables and the columns' names."""
     template = page_environment(Path(__file__).parent).get_template("compare_template.html")
     page = template.render(
         parts=parts,

@@ -54,7 +54,7 @@ GENERATED = {"docs/reference/settings.md"}
 
 
 def pages() -> list[str]:
-    """Every Markdown page of the documentation, from the repository's root."""
+    """List every Markdown page of the documentation, from the repository's root."""
     found = [*ROOT.glob("*.md"), ROOT / "recipe/README.md", *ROOT.glob("docs/**/*.md")]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 

@@ -1,21 +1,21 @@
 """Keep the problems that a model can learn from: an offline difficulty filter on how often it solves each.
 
-    # from samples that are there: a past run's folder (its records, validations, evaluations or rollout dumps),
+    # from existing samples: a past run's folder (its records, validations, evaluations or rollout dumps),
     # a folder of dumps, an evaluation, or JSONL files
     python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet --out data/dapo_filtered.parquet \\
         --dumps outputs/run
-    # or with samples from the launcher's own rollouts, tools on; the same command goes on where it was broken off
+    # or with samples from the launcher's own rollouts, tools on; the same command continues an interrupted one
     MODEL_PATH=outputs/qwen2-32b_sft/merged python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet \\
         --out data/dapo_filtered.parquet --generate recipe/retool/run_qwen2-32b_dapo.sh trainer.nnodes=1
 
 Bands:
-  not-easy       drops what is solved in more than 62.5% of the samples, as OlmoRL does with 8 samples at temperature
+  not-easy       drops problems solved in more than 62.5% of the samples, as OlmoRL does with 8 samples at temperature
                  1.0 and top-p 1.0 from the checkpoint that RL starts from (Olmo 3, arXiv:2512.13961)
-  rarely-solved  keeps what is solved in at most 25% of the samples, but at least once, by this model or by that of
+  rarely-solved  keeps problems solved in at most 25% of the samples, but at least once, by this model or by that of
                  --solved-by. GLM-5 (arXiv:2602.15763) keeps what its predecessor rarely solves and stronger models
                  can; it gives no number, 25% is ours
 
-The rows that are kept get one more column, `pass_rate`, where `retool.adaptive_n` finds how hard they are.
+The rows that are kept get one more column, `pass_rate`, from which `retool.adaptive_n` reads how hard they are.
 """
 
 import argparse
@@ -43,7 +43,7 @@ MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
 
 
 def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -> list[Path]:
-    """Sample every problem with the launcher's rollouts, in chunks; returns their dumps.
+    """Sample every problem with the launcher's rollouts, in chunks; return their dumps.
 
     A chunk that has its dump is not run again.
 
@@ -106,10 +106,10 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
 
 
 def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tuple[list[Tally], int, int]:
-    """(the tally of each row, number of samples of other problems, number of infrastructure failures).
+    """Return (the tally of each row, number of samples of other problems, number of infrastructure failures).
 
     Raises:
-        NoSamples: there are none, or none is of a row.
+        NoSamples: there are none, or none belongs to a row.
     """
     samples = []
     for path in paths:
@@ -124,8 +124,8 @@ def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tup
 def filter_problems(
     rows: pa.Table, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
 ) -> pa.Table:
-    """The rows that are kept, with their pass rates; prints how many and why, and writes a JSON line on each row beside
-    `args.out`.
+    """Return the rows that are kept, with their pass rates; print how many and why, and write a JSON line on each row
+    next to `args.out`.
 
     Raises:
         SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
@@ -160,7 +160,7 @@ def filter_problems(
         rows = rows.drop_columns(PASS_RATE_COLUMN)
     rates = pa.array([each.pass_rate for each in own], pa.float64())
     kept_rows = rows.append_column(PASS_RATE_COLUMN, rates).filter(pa.array(kept))
-    return kept_rows.replace_schema_metadata()  # what pandas and datasets note there is of the old rows and columns
+    return kept_rows.replace_schema_metadata()  # the notes of pandas and datasets describe the old rows and columns
 
 
 def main() -> None:
@@ -186,7 +186,7 @@ def main() -> None:
     if args.overrides and not args.generate:
         parser.error(f"{args.overrides[0]}: overrides are for --generate")
     args.data, args.out = args.data.resolve(), args.out.resolve()
-    rows = parquet.read(args.data)  # in pandas, integers beside a null would become floats
+    rows = parquet.read(args.data)  # in pandas, integers next to a null would become floats
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         dumps = args.dumps or generate(args.data, rows, args.out.with_suffix(".samples"), args)

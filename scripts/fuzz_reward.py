@@ -2,9 +2,9 @@
 
     python scripts/fuzz_reward.py                     10 minutes; --seconds and --seed
 
-Every score must come with a verdict, within the limits of CPU time, without an answer being executed; an answer that is
-an integer other than the gold must never be right; memory and open files must not grow. A failure prints the seed and
-the input, and exits with 1.
+Every score must come with a verdict, within the limits of CPU time, and without executing an answer; an answer that is
+an integer other than the gold must never be right; memory and open files must not grow. On a failure the script prints
+the seed and the input, and exits with 1.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from verl_ext.reward.maths import symbolic  # noqa: E402
 from verl_ext.reward.maths.symbolic import CPU_S, QUICK_CPU_S  # noqa: E402
 
 OWN_CPU_S = 2.0  # of this process, per response
-WALL_S = 30.0 + 2 * CPU_S + QUICK_CPU_S  # per response and its gold, on a machine that does other things too
+WALL_S = 30.0 + 2 * CPU_S + QUICK_CPU_S  # per response and its gold, on a machine that also does other things
 GROWTH_MB = 200  # of this process, once warm
 VERDICTS = {"correct", "wrong", "no_answer", "unknown"}
 MARK = "FUZZ_PWNED"
@@ -41,7 +41,7 @@ GOLDS = [
 
 
 def make_response(draw: random.Random) -> tuple[str, str]:
-    """(response, ground truth); one in three answers is a gold with a few characters changed."""
+    """Make (response, ground truth); one in three answers is a gold with a few characters changed."""
     gold = draw.choice(GOLDS)
     kind = draw.randrange(6)
     if kind == 0:
@@ -61,7 +61,7 @@ def make_response(draw: random.Random) -> tuple[str, str]:
 
 
 def check(response: str, gold: str) -> str | None:
-    """Score one response; what is wrong with the outcome, or None."""
+    """Score one response; return what is wrong with the outcome, or None."""
     cpu, wall = time.process_time(), time.monotonic()
     score = score_answer(response, gold)
     if score.verdict not in VERDICTS or (score.acc is None) != (score.verdict == "unknown"):
@@ -88,7 +88,7 @@ def memory_mb() -> float:
 
 
 def fuzz(seconds: float, seed: int) -> str | None:
-    """Score random responses for `seconds`; the first failure, or None."""
+    """Score random responses for `seconds`; return the first failure, or None."""
     draw = random.Random(seed)
     started = shown = time.monotonic()
     count, warm = 0, None
@@ -96,7 +96,7 @@ def fuzz(seconds: float, seed: int) -> str | None:
         response, gold = make_response(draw)
         try:
             failure = check(response, gold)
-        except Exception as error:  # whatever it is, it is a crash
+        except Exception as error:  # any exception is a crash
             failure = f"raised {error!r}"
         count += 1
         if failure:

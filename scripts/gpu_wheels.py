@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""The packages of requirements/gpu.txt as files, for a machine where no package index answers.
+"""Carry the packages of requirements/gpu.txt as files to a machine that reaches no package index.
 
     python scripts/gpu_wheels.py make --out wheels [--python 3.12] [--only 'verl' 'ray'] [--skip 'torch' 'nvidia-*']
-    python scripts/gpu_wheels.py check wheels         what of the lock is neither installed here nor in the folder
-    python scripts/gpu_wheels.py install wheels SITE  what is not installed here, into the folder SITE (pip --target)
+    python scripts/gpu_wheels.py check wheels         list what of the lock is neither installed nor in the folder
+    python scripts/gpu_wheels.py install wheels SITE  install what is missing here into the folder SITE (pip --target)
 
 `make` needs an index and no GPU. It writes parts of at most 60 MiB, `wheels/part-01` and so on, small packages first,
-each with the checksums of all: a larger wheel is cut into pieces, which `install` joins and checks. So the parts can be
-sent one by one. A part appears when all are whole; where `make` was broken off, the same command goes on.
+each with the checksums of all: a larger wheel is cut into pieces, which `install` joins and checks. The parts can
+therefore be sent one by one. They appear when all are whole; the same command continues an interrupted `make`.
 
-flash-attn has no wheel: its source archive is sent, which takes half an hour to build. A wheel made of it once, put
-into the folder as `flash_attn-*.whl`, is what the stage `flash_attn` of scripts/gpu_acceptance.sh installs. Its
-setup.py imports torch, when pip fetches the archive and when it is built: `make` without torch needs
+flash-attn has no wheel: its source archive is sent, which takes half an hour to build. Build a wheel from it once, and
+put it into the folder as `flash_attn-*.whl`: the stage `flash_attn` of scripts/gpu_acceptance.sh installs that. The
+setup.py of flash-attn imports torch, both when pip fetches the archive and when it is built: `make` without torch needs
 `--skip flash-attn`.
-`check` and `install` need pip and the standard library alone, and the Python that `make` was told.
+`check` and `install` need only pip and the standard library, and the Python version given to `make`.
 Their exit status is 0 if nothing is missing, 3 if something is, and 1 if they could not do their work.
 """
 
@@ -38,7 +38,7 @@ MANIFEST = "wheels.json"
 MISSING = 3  # exit status
 WHOLE, UNFINISHED = "whole", "unfinished"  # folders of `make`: what was fetched, and its parts until all are there
 SOURCE_ONLY = "flash-attn"
-# pip matches the numbers exactly; those that the lock's wheels carry
+# The numbers that the lock's wheels carry, because pip matches them exactly
 PLATFORMS = [*(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)), "manylinux2014_x86_64"]
 PLATFORMS += ["manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -52,7 +52,7 @@ def running_python() -> str:
 
 
 def read_pins(python: str) -> dict[str, str]:
-    """Canonical name -> version of the lock, for a Python such as "3.12" on Linux."""
+    """Read canonical name -> version from the lock, for a Python such as "3.12" on Linux."""
     pins = {}
     for line in LOCK.read_text().splitlines():
         if found := re.match(r"([\w.-]+)==([^\s;]+)(?: ; python_version == \"([\d.]+)\")?", line):
@@ -63,7 +63,7 @@ def read_pins(python: str) -> dict[str, str]:
 
 
 def identity(file: str) -> tuple[str, str]:
-    """(canonical name, public version) of a wheel's or source archive's file name."""
+    """Return (canonical name, public version) from the file name of a wheel or source archive."""
     name, version = re.match(r"(.+?)-([^-]+)(?:-.*\.whl|\.tar\.gz)$", file).groups()
     return canonical(name), version.split("+")[0]
 
@@ -77,7 +77,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch(name: str, version: str, python: str, folder: Path) -> str:
-    """Fetch one package into the folder; empty, or what pip said last where there is neither wheel nor archive."""
+    """Fetch one package into the folder; return "", or pip's last message if there is neither wheel nor archive."""
     pip = [sys.executable, "-m", "pip"]
     common = ["--quiet", "--no-deps", "--disable-pip-version-check", f"{name}=={version}"]
     wheel = ["download", "--only-binary=:all:", f"--python-version={python}", "--implementation=cp", f"--dest={folder}"]
@@ -126,13 +126,13 @@ def make(out: Path, python: str, only: list[str], skip: list[str], part_mib: flo
 
 
 def split(whole: Path, out: Path, part_bytes: int, python: str) -> int:
-    """Make `out/part-*` of what is in `whole`, small files first, and delete that; returns the number of parts.
+    """Make `out/part-*` from the files in `whole`, small ones first, delete `whole`, and return the number of parts.
 
-    Parts are written elsewhere and then renamed, and `whole` is deleted last: what was broken off can be done again.
+    Parts are written elsewhere and then renamed, and `whole` is deleted last: an interrupted split can be repeated.
     """
-    room = part_bytes - 2**16  # beside the checksums
+    room = part_bytes - 2**16  # what the checksums leave
     unfinished, files, number, free = out / UNFINISHED, {}, 0, 0
-    for old in (unfinished, *out.glob("part-*")):  # of a call that was broken off
+    for old in (unfinished, *out.glob("part-*")):  # of an interrupted call
         shutil.rmtree(old, ignore_errors=True)
     for path in sorted(whole.iterdir(), key=lambda path: (path.stat().st_size, path.name)):
         size = path.stat().st_size
@@ -163,7 +163,7 @@ def split(whole: Path, out: Path, part_bytes: int, python: str) -> int:
 
 
 def available(folder: Path, joined: Path) -> Iterator[tuple[Path | None, str]]:
-    """(file, "") of each wheel or archive that is there and whole; (None, what is wrong) of each that is not.
+    """Yield (file, "") for each wheel or archive that is whole, and (None, what is wrong) for each that is not.
 
     Pieces are joined into the folder `joined`. A folder without checksums is taken as it is.
 
@@ -208,7 +208,7 @@ def installed_version(name: str) -> str:
 
 
 def install(folder: Path, site: Path | None) -> int:
-    """Install what is not here in the lock's version; without `site` only say what is missing. Returns 0 or MISSING.
+    """Install what is not here in the lock's version; without `site` only say what is missing. Return 0 or MISSING.
 
     Raises:
         SystemExit: pip failed, as it says above.

@@ -86,7 +86,7 @@ def read_requirements(extra: str) -> list[Requirement]:
 
 
 def holds(marker: Marker | None, python_version: str, extra: str = "") -> bool:
-    """Whether a requirement's marker is true here, under another Python and with one extra of its package."""
+    """Return whether a requirement's marker is true here, under another Python and with one extra of its package."""
     return marker is None or marker.evaluate(
         {"python_version": python_version, "python_full_version": f"{python_version}.0", "extra": extra}
     )
@@ -98,15 +98,15 @@ def walk(
     requires: Callable[[str], list[str]],
     left_out: Container[str],
 ) -> dict[str, set[str]]:
-    """Follow requirements and theirs.
+    """Follow requirements, and their requirements in turn.
 
     Args:
-        requires: canonical name -> its `Requires-Dist` lines; raises KeyError for a package that is not there.
+        requires: canonical name -> its `Requires-Dist` lines; raises KeyError for a package that does not exist.
         left_out: canonical names, or `name[extra]`, that are not followed.
     Returns:
         Canonical name of each package reached -> names of the packages that ask for it.
     Raises:
-        SystemExit: a package is asked for, is not left out and is not there.
+        SystemExit: a package is required, is not left out and does not exist.
     """
     asked_by: dict[str, set[str]] = {}
     seen: set[tuple[str, str]] = set()
@@ -138,7 +138,7 @@ def pin_all(
     requires: Callable[[str], list[str]],
     left_out: Container[str],
 ) -> dict[str, str]:
-    """Lines of a lock by canonical name, over all of PYTHON_VERSIONS; `versions` gives a package's name and version."""
+    """Return a lock's lines by canonical name, over all PYTHON_VERSIONS; `versions` gives package name and version."""
     reached = {version: walk(requirements, version, requires, left_out) for version in PYTHON_VERSIONS}
     lines = {}
     for name in set().union(*reached.values()):
@@ -152,13 +152,13 @@ def pin_all(
 
 
 def lock_cpu() -> dict[str, str]:
-    """Lines of requirements/cpu.txt by canonical name, from the running environment."""
+    """Return the lines of requirements/cpu.txt by canonical name, from the running environment."""
 
     def versions(name: str) -> tuple[str, str]:
         distribution = metadata.distribution(name)
         return distribution.name, distribution.version
 
-    # importlib.metadata.PackageNotFoundError is no KeyError.
+    # importlib.metadata.PackageNotFoundError is not a KeyError.
     def requires(name: str) -> list[str]:
         try:
             return metadata.requires(name) or []
@@ -169,7 +169,7 @@ def lock_cpu() -> dict[str, str]:
 
 
 def lock_gpu() -> dict[str, str]:
-    """Lines of requirements/gpu.txt by canonical name, from pip's resolver.
+    """Return the lines of requirements/gpu.txt by canonical name, from pip's resolver.
 
     Raises:
         subprocess.CalledProcessError: pip found no consistent set (its own message is on the console).
@@ -197,7 +197,7 @@ def lock_gpu() -> dict[str, str]:
 
 
 def format_lock(hardware: str, lines: dict[str, str]) -> str:
-    """The text of a lock file: what it is, then one pin a line with the packages that ask for it."""
+    """Format a lock file: a header that says what it is, then one pin per line with the packages that ask for it."""
     left_out = "\n".join(f"#   {name}: {reason}" for name, reason in NOT_INSTALLED.items())
     torch = lines["torch"].split()[0].removeprefix("torch==")
     return HEADERS[hardware].format(torch=torch, left_out=left_out) + "\n".join(lines[n] for n in sorted(lines)) + "\n"

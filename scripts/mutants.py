@@ -1,7 +1,7 @@
-"""The mutants of a Python source: every single change that a standard operator makes. `mutate.py` draws and tests them.
+"""List the mutants of a Python source: each single change by a standard operator. `mutate.py` draws and tests them.
 
-Left alone: docstrings, annotations, f-strings and texts with a space (messages), what a `raise` says, logging, `print`,
-and a module's own statements and classes' fields as statements (without them, nothing imports).
+Not mutated: docstrings, annotations, f-strings and texts with a space (messages), the text of a `raise`, logging,
+`print`, and the statements of a module and the fields of a class as statements (without them, nothing imports).
 """
 
 import ast
@@ -17,7 +17,7 @@ ARITHMETIC = {
     **{"BitAnd": "|", "BitOr": "&", "LShift": ">>", "RShift": "<<"},
 }
 SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any"}
-SPOKEN = {"logger", "say", "print", "warnings"}  # what they are given is for people
+SPOKEN = {"logger", "say", "print", "warnings"}  # their arguments are for people
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Mutant:
     file: str
     function: str  # qualified name, "" at a module's level
     operator: str
-    text: str  # what is changed
+    text: str  # the source text that is changed
     new: str
-    occurrence: int  # of the same change in the same function
+    occurrence: int  # number among equal changes in the same function
     start: int  # bytes
     end: int
     line: int
 
     @property
     def name(self) -> tuple[str, ...]:
-        """What the draw goes by; it says nothing of lines."""
+        """Return the key for the draw; it does not contain line numbers."""
         return self.file, self.function, self.operator, self.text, self.new, str(self.occurrence)
 
     def apply(self, source: str) -> str:
@@ -42,7 +42,7 @@ class Mutant:
         return (raw[: self.start] + self.new.encode() + raw[self.end :]).decode()
 
     def is_python(self, source: str) -> bool:
-        """Not so for `continue` in place of a `break` that is in no loop, and the like."""
+        """Return whether the mutated source still parses."""
         try:
             ast.parse(self.apply(source))
         except SyntaxError:
@@ -54,7 +54,7 @@ class Mutant:
 
 
 def find_mutants(file: str, source: str) -> list[Mutant]:
-    """All mutants of a source, in its order; a few may be no Python."""
+    """Return all mutants of a source, in its order; a few may not be valid Python."""
     finder, raw = _Finder(source.encode()), source.encode()
     finder.visit(ast.parse(source))
     found, seen = [], Counter()
@@ -67,7 +67,7 @@ def find_mutants(file: str, source: str) -> list[Mutant]:
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects (function, operator, start, end, new text, line); places are bytes in the source."""
+    """Visitor that collects (function, operator, start, end, new text, line); places are bytes in the source."""
 
     def __init__(self, source: bytes):
         self.source, self.found, self.scope = source, [], []
@@ -86,11 +86,11 @@ class _Finder(ast.NodeVisitor):
         self.found.append((".".join(self.scope), operator, start, end, new, node.lineno))
 
     def between(self, left: ast.AST, right: ast.AST, old: str, new: str) -> tuple[tuple[int, int], str]:
-        """The text between two operands with another operator; brackets and line breaks stay."""
+        """Return the text between two operands with another operator; brackets and line breaks stay."""
         start, end = self.span(left)[1], self.span(right)[0]
         return (start, end), self.source[start:end].decode().replace(old, new, 1)
 
-    # What is left alone, and where we are
+    # What is not mutated, and the current scope
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.scope.append(node.name)
@@ -148,7 +148,7 @@ class _Finder(ast.NodeVisitor):
         if _is_spoken(node.value):
             return
         if not isinstance(node, ast.AugAssign) and any(isinstance(target, ast.Name) for target in node.targets):
-            self.visit(node.value)  # without a name of its own, the function raises: nothing to learn
+            self.visit(node.value)  # without its local name the function raises: nothing to learn
             return
         self.delete(node)
         self.visit(node.value)
@@ -246,7 +246,7 @@ _SIGNS = {
 
 
 def _is_spoken(node: ast.expr) -> bool:
-    """Is it a call of the logger or of another voice, or what makes one?"""
+    """Return whether a node calls a logger or another name of SPOKEN, or makes one."""
     names = {child.id for child in ast.walk(node.func) if isinstance(child, ast.Name)} if _is_call(node) else set()
     return bool(names & SPOKEN) or (_is_call(node) and ast.unparse(node.func) == "logging.getLogger")
 

@@ -1,14 +1,14 @@
-"""How many small faults in the science's code the unit tests notice: mutation testing. By hand, not in CI.
+"""Measure how many small faults in the scientific code the unit tests notice: mutation testing. By hand, not in CI.
 
     python scripts/mutate.py                             # 300 mutants over all modules below
-    python scripts/mutate.py folder estimators           # those of them that are in these modules
-    python scripts/mutate.py --list --show survived      # what is known so far; nothing is run
+    python scripts/mutate.py folder estimators           # only the mutants in these modules
+    python scripts/mutate.py --list --show survived      # results so far; nothing is run
 
 Each mutant is one change (`<` for `<=`, a condition for True, a statement left out) in a copy of the repository, never
 in the working tree. The unit tests of its module run, and the first failure kills the mutant. The draw goes by a hash
 of the change (file, function, operator, text, its number among equal ones): an edit leaves most of the draw as it was.
 Results go to `outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only what is new.
-While you write tests against survivors, `--keep-killed` leaves out mutants that were killed before, though file or
+While you write tests against survivors, `--keep-killed` leaves out mutants that were killed before, although file or
 tests have changed since. CONTRIBUTING.md explains the survivors; `mutants.py` says what a mutant is.
 """
 
@@ -123,7 +123,7 @@ TESTS = {  # source -> its unit tests, the fastest first
 PRELOADED = (
     "torch tensordict transformers ray torchdata.stateful_dataloader datasets peft accelerate hydra pytest hypothesis"
 )
-LEAST_LIMIT_S = 60  # a mutant that takes this long, and four times what the tests take, hangs: killed
+LEAST_LIMIT_S = 60  # a mutant that takes this long, and four times as long as the tests, hangs and counts as killed
 
 
 def digest(*parts: str) -> str:
@@ -131,7 +131,7 @@ def digest(*parts: str) -> str:
 
 
 def draw(number: int, seed: int) -> list[Mutant]:
-    """The mutants with the least hashes, sorted by file and line."""
+    """Return the mutants with the smallest hashes, sorted by file and line."""
     sources = {file: (REPO / file).read_text() for file in TESTS}
     everyone = [mutant for file, source in sources.items() for mutant in find_mutants(file, source)]
     everyone.sort(key=lambda mutant: digest(str(seed), *mutant.name))
@@ -148,7 +148,7 @@ def key_of(file: str, source: str) -> str:
 
 
 class Journal:
-    """Result by key, in a file of JSON lines; a line that a kill cut short is not read."""
+    """Results by key, in a file of JSON lines; a line that a kill cut short is not read."""
 
     def __init__(self, path: Path):
         self.path, self.results, self.killed = path, {}, set()
@@ -160,7 +160,7 @@ class Journal:
     def add(self, **record: object) -> None:
         self.results[record["key"]] = record["result"]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        jsonl.cut_half_line(self.path)  # of a kill
+        jsonl.cut_half_line(self.path)  # left by a kill
         durable.append_line(self.path, jsonl.dumps(record))
 
 
@@ -227,7 +227,7 @@ class Worker:
             raise SystemExit("The test process did not start. Is this the repository's .venv/bin/python?")
 
     def run(self, file: str, source: str | None, limit_s: float) -> tuple[int | None, float]:
-        """(pytest's exit status, None for a hang; seconds). No source: the file as it is."""
+        """Run a file's tests and return (pytest's exit status or None for a hang, seconds). No source: unchanged."""
         import psutil
 
         original = (self.tree / file).read_text()
@@ -247,7 +247,7 @@ class Worker:
                         process.kill()
         with contextlib.suppress(ProcessLookupError):  # what the tests left in their session
             os.killpg(child.pid, signal.SIGKILL)
-        (self.tree / file).write_text(original)  # the copy's: the working tree may have been edited since
+        (self.tree / file).write_text(original)  # the copy's text: the working tree may have been edited since
         shutil.rmtree(self.scratch)
         self.scratch.mkdir()
         return None if hangs else int(status.result()), time.monotonic() - began
@@ -263,15 +263,15 @@ class Worker:
 
 
 def memory_folder() -> str | None:
-    """Where an fsync costs nothing; None: the default place."""
+    """Return a folder in which an fsync costs nothing; None for the default place."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def limits(worker: Worker, files: list[str]) -> dict[str, float]:
-    """Seconds for each file's mutants, from its tests without a mutant.
+    """Return the time limit of each file's mutants in seconds, from its tests without a mutant.
 
     Raises:
-        SystemExit: they fail without one; every mutant would seem to be killed.
+        SystemExit: the tests fail without a mutant; every mutant would seem to be killed.
     """
     found = {}
     for file in files:
@@ -315,7 +315,7 @@ def run_all(pending: list[tuple[Mutant, str, str]], jobs: int, journal: Journal)
 
 
 def report(cases: list[tuple[Mutant, str, str]], journal: Journal, show: str) -> None:
-    """The rate of each module, and a diff of each mutant with the result that is asked for."""
+    """Print the rate of each module, and a diff of each mutant with the requested result."""
     by_file: dict[str, list[str]] = {}
     for mutant, source, key in cases:
         result = journal.results.get(key, "not run")

@@ -1,8 +1,8 @@
-"""Results of long runs, kept one by one: a line each in a JSON-lines file.
+"""Keep the results of long runs, one line each, in a JSON-lines file.
 
-A script runs what is not there. So a comparison that takes many hours can be made in parts, and on several machines,
-which need to have nothing in common but this file. Each result says with which settings it was made, and so does the
-folder of a run that has no result yet.
+A script runs only what is missing. A comparison that takes many hours can therefore be made in parts, and on several
+machines that share nothing except this file. Each result records the settings it was made with, and so does the folder
+of a run that has no result yet.
 """
 
 import json
@@ -14,20 +14,20 @@ from typing import Any
 from verl_ext.runs import durable, jsonl
 from verl_ext.runs.lock import LOCK
 
-BEGUN = "comparison.json"  # of a run's folder: the settings that it began with
+BEGUN = "comparison.json"  # in a run's folder: the settings that it began with
 
 
 def begin(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note what a run is begun with. What `settings` holds is plain JSON."""
+    """Note the settings that a run begins with. `settings` holds plain JSON."""
     durable.make_folder(folder)
     durable.write_text(folder / BEGUN, json.dumps(settings))
 
 
 def has_begun(folder: Path, settings: Mapping[str, Any], writes: str) -> bool:
-    """Whether a run was begun in a folder.
+    """Return whether a run was begun in a folder.
 
     Args:
-        writes: a glob of what every run writes there.
+        writes: a glob of files that every run writes there.
     Raises:
         ValueError: it began with other settings, or without `begin`.
     """
@@ -42,7 +42,7 @@ def has_begun(folder: Path, settings: Mapping[str, Any], writes: str) -> bool:
 
 
 def empty(folder: Path) -> None:
-    """Delete what is in a folder, but its lock, which the caller holds: a run of a killed script may go on there."""
+    """Delete a folder's content except its lock. The caller holds it, as a killed script's run may still be there."""
     for path in set(folder.iterdir()) - {folder / LOCK}:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
@@ -53,7 +53,7 @@ class Published:
     Attributes:
         rows: name of a run -> its result.
     Raises:
-        ValueError: a line of the file is no result.
+        ValueError: a line of the file is not a result.
     """
 
     def __init__(self, path: Path):
@@ -63,7 +63,7 @@ class Published:
         self.rows: dict[str, dict[str, Any]] = dict(lines)
 
     def has(self, run: str, settings: Mapping[str, Any]) -> bool:
-        """Whether there is a result of a run.
+        """Return whether there is a result of a run.
 
         Raises:
             ValueError: there is one, made with other settings.
@@ -78,7 +78,7 @@ class Published:
         return True
 
     def add(self, run: str, result: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Write a result to the disk. What `settings` holds is plain JSON."""
+        """Write a result to the disk. `settings` holds plain JSON."""
         durable.make_folder(self._path.parent)
         jsonl.cut_half_line(self._path)
         self.rows[run] = {"run": run, "settings": dict(settings), **result}

@@ -1,4 +1,4 @@
-"""Does the main job learn, and not by chance? The quickstart for several seeds, and runs to compare with.
+"""Check that the main job learns, and not by chance: the quickstart for several seeds, and runs to compare with.
 
     .venv/bin/python scripts/seeds.py [--model tiny] [--seeds 0 1 2] [--out outputs/seeds] [--results FILE]
 
@@ -6,7 +6,7 @@ Each run is the quickstart in its own folder. The control repeats the RL of the 
 information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). The small model also learns
 the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints a table: with --model tiny,
 that of docs/evidence/small-models.md. The same command continues an interrupted one. The result of a finished run is a
-line of FILE, and the run is not made again: another machine can continue with FILE.
+line of FILE, and that run is not repeated: another machine can continue with FILE.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from published import Published  # noqa: E402
 from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
 from verl_ext.runs.metrics import read_metrics  # noqa: E402
 
-# Title of a column, whose figure: before or after RL, and on which data source. The first is what SFT reached.
+# Title of a column, and its figure: before or after RL, and on which data source. The first is what SFT reached.
 COLUMNS = {
     "tiny": [
         ("in distribution: SFT", "before", "tiny_tools"),
@@ -53,19 +53,19 @@ CURVES = (
 
 
 def quickstart(out: Path, *arguments: str) -> None:
-    """Run the quickstart into `out`, or what of it is not there yet. An interrupt ends it first, in order.
+    """Run the quickstart into `out`, or the part of it that is missing. An interrupt first ends it in order.
 
     Raises:
         CalledProcessError: it failed.
     """
     print(f"== {out}", flush=True)
     command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *arguments]
-    # A session of its own: Ctrl-C reaches this process only.
+    # A separate session: Ctrl-C reaches only this process.
     process = subprocess.Popen(command, cwd=REPO, start_new_session=True)
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        process.terminate()  # for the quickstart an interrupt, too
+        process.terminate()  # the quickstart also takes this as an interrupt
         process.wait()
         raise
     if status:
@@ -80,12 +80,12 @@ def obey_signals() -> None:
 
 
 def summary_of(out: Path) -> dict:
-    """What the quickstart's report says of a whole run."""
+    """Read what the quickstart's report says of a whole run."""
     return json.loads((out / "summary.json").read_text())
 
 
 def figures_of(out: Path) -> dict[str, Any]:
-    """What is published of a whole run: its evaluations, and CURVES, each as steps and values."""
+    """Return what is published of a whole run: its evaluations, and CURVES, each as steps and values."""
     metrics = read_metrics(list((out / "rl").glob("metrics-*.jsonl")))
     curves = {key: metrics.curve(key) for key in CURVES}
     rounded = {key: [steps, [float(f"{value:.4g}") for value in values]] for key, (steps, values) in curves.items()}
@@ -93,19 +93,19 @@ def figures_of(out: Path) -> dict[str, Any]:
 
 
 def estimate(result: Mapping, when: str, source: str) -> dict[str, float]:
-    """Mean accuracy on a data source, as the report has it."""
+    """Return mean accuracy on a data source, as in the report."""
     return result["evaluation"][when][source]["metrics"]["acc/mean@k"]
 
 
 def accuracy(result: Mapping, when: str, source: str) -> str:
-    """Mean accuracy with its 95% interval: `.32 [.28, .37]`."""
+    """Format mean accuracy with its 95% interval: `.32 [.28, .37]`."""
     figure = estimate(result, when, source)
     value, low, high = (f"{figure[key]:.2f}".removeprefix("0") for key in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
 
 
 def table(model: str, results: Mapping[str, Mapping]) -> str:
-    """A row per run, a column per figure of COLUMNS, in Markdown."""
+    """Format a row per run, with a column per figure of COLUMNS, in Markdown."""
     columns = COLUMNS[model]
     lines = [" | ".join(["| run", *(title for title, _, _ in columns)]) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, result in results.items():
@@ -127,14 +127,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = ("--model", args.model)
 
     def settings(seed: int) -> dict[str, Any]:
-        # Results of another task are another table's. Those of the tiny one were published before it was noted.
+        # Results of another task belong to another table. Those without a task are the tiny one's.
         of_task = {} if args.model == "tiny" else {"task": RUNGS[args.model].task_digest()}
         if args.model != "tiny" and (path := os.environ.get("MODEL_PATH")):
             of_task["model_path"] = path
         return {"model": args.model, "seed": seed, **of_task}
 
     def has(name: str) -> bool:
-        """A run that one seed stands for, of whatever seed: another machine may have made it."""
+        """Return whether a run made for only one seed has a result, whichever seed: it may be another machine's."""
         made_with = results.rows.get(name, {}).get("settings", {})
         return results.has(name, settings(made_with.get("seed", args.seeds[0])))
 

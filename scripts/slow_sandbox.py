@@ -1,4 +1,4 @@
-"""A sandbox whose calls take long: an HTTP proxy on 127.0.0.1 that holds each call back before it forwards it.
+"""Make a sandbox slow: an HTTP proxy on 127.0.0.1 that delays each call before it forwards it.
 
 The delay is log-normal with sigma 1, as tool latencies are: most calls are quick, few take ten times the mean. A call's
 delay depends on the seed, on its program and on how often that program came before, and on nothing else: two runs that
@@ -24,7 +24,7 @@ _GATEWAY_ERROR = 502
 
 
 def delay_s(mean_s: float, seed: int, program: str, times: int) -> float:
-    """Seconds by which a call is held back: exp(N(mu, SIGMA)) with mu = ln(mean_s) - SIGMA^2 / 2, so that its mean is
+    """Return the delay of a call in seconds: exp(N(mu, SIGMA)) with mu = ln(mean_s) - SIGMA^2 / 2, so that its mean is
     `mean_s`; 0 for a mean of 0.
 
     Args:
@@ -38,7 +38,7 @@ def delay_s(mean_s: float, seed: int, program: str, times: int) -> float:
 
 @contextmanager
 def slow_sandbox(url: str, mean_s: float, seed: int) -> Iterator[str]:
-    """The URL of a proxy before the sandbox at `url`, for the length of a `with` block."""
+    """Yield the URL of a proxy in front of the sandbox at `url`, for the length of a `with` block."""
     came, lock = Counter(), threading.Lock()
 
     def hold_back(program: str) -> None:
@@ -53,10 +53,10 @@ def slow_sandbox(url: str, mean_s: float, seed: int) -> Iterator[str]:
 
 @contextmanager
 def proxied(url: str, before: Callable[[str], bytes | None]) -> Iterator[str]:
-    """The URL of a proxy before the sandbox at `url`, for the length of a `with` block.
+    """Yield the URL of a proxy in front of the sandbox at `url`, for the length of a `with` block.
 
     Args:
-        before: is called in a call's own thread, with its program. What it returns is the answer; None forwards it.
+        before: is called with a call's program, in the call's thread. It returns the answer; None forwards the call.
     """
     upstream = urlsplit(url)
 
@@ -94,7 +94,7 @@ def proxied(url: str, before: Callable[[str], bytes | None]) -> Iterator[str]:
         request_queue_size = 512  # a step's first calls come all at once
 
         def handle_error(self, *args: object) -> None:
-            """Quiet: a client that gave a call up has closed its connection."""
+            """Stay quiet: a client that gave up on a call has closed its connection."""
 
     server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

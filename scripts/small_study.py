@@ -1,11 +1,11 @@
-"""What changed in the small model: tables and a picture, from the runs of `scripts/seeds.py`.
+"""Show what changed in the small model: tables and a picture, from the runs of `scripts/seeds.py`.
 
     .venv/bin/python scripts/seeds.py --model small            # the runs, hours
     .venv/bin/python scripts/small_study.py [--runs outputs/seeds_small] [--problems 96] [--results FILE]
 
 Prints the curves of RL as means, counts kinds of errors in what the runs wrote, and evaluates each seed's model before
-and after RL again, greedily and with eight samples a problem. What it finds of a run is a line of FILE, and the run is
-not studied again: another machine can go on with FILE.
+and after RL again, greedily and with eight samples per problem. The findings on a run are a line of FILE, and the run
+is not studied again: another machine can continue with FILE.
 """
 
 import argparse
@@ -42,11 +42,11 @@ CURVES = (  # metric, title, unit
     ("response_length/mean", "Response", "tokens"),
     ("filter_groups/filled_with_equal", "Fillers", "groups"),
 )
-STEPS = 6  # that a mean of the table of curves is over
+STEPS = 6  # per mean in the table of curves
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _OUTPUT = re.compile(r"<interpreter>\n(.*?)\n</interpreter>", re.DOTALL)
-# What is wrong with a response, the first that holds; judged by rules over its text, not by a model.
+# What is wrong with a response: the first that holds, judged by rules over its text, not by a model.
 ERRORS: dict[str, Callable[[Sample], bool]] = {
     "right": lambda sample: sample.acc == 1,
     "no answer": lambda sample: not sample.pred,
@@ -64,18 +64,18 @@ def _value(text: str) -> float | None:
 
 
 def _printed(sample: Sample) -> float | None:
-    """The number that the last program printed."""
+    """Return the number that the last program printed."""
     outputs = _OUTPUT.findall(sample.output)
     return _value(outputs[-1]) if outputs else None
 
 
 def _calculation(sample: Sample) -> str:
-    """What a response without Python calculates: `4 * 7`, where its first line is `4 * 7 = 28`."""
+    """Return what a response without Python calculates: `4 * 7`, if its first line is `4 * 7 = 28`."""
     return sample.output.partition("\n")[0].partition("=")[0]
 
 
 def _calculates_the_answer(sample: Sample) -> bool:
-    """The response has no program, and its calculation gives the right answer, whatever result it states."""
+    """Return whether a response without a program has a calculation that gives the right answer, whatever it states."""
     truth = _value(str(sample.gts))
     try:
         value = arithmetic.evaluate(_calculation(sample))
@@ -94,24 +94,24 @@ def _given(sample: Sample) -> set[str]:
 
 
 def kind_of(sample: Sample) -> str:
-    """The first of ERRORS that holds."""
+    """Return the first of ERRORS that holds."""
     return next(name for name, holds in ERRORS.items() if holds(sample))
 
 
 def samples_of(run: Path, when: str) -> list[Sample]:
-    """Judged samples of the word problems, before or after RL."""
+    """Read the judged samples of the word problems, before or after RL."""
     (dump,) = (run / "eval" / when).glob("*.jsonl")
     return [sample for sample in read_dump(dump) if sample.data_source == SOURCE and not sample.failure]
 
 
 def shares_of(run: Path, when: str) -> dict[str, float]:
-    """Share of the responses of each kind."""
+    """Return the share of responses of each kind."""
     counts = Counter(map(kind_of, samples_of(run, when)))
     return {kind: counts[kind] / counts.total() for kind in ERRORS}
 
 
 def error_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
-    """Share of responses of each kind, before and after RL, of each run."""
+    """Tabulate the share of responses of each kind, before and after RL, for each run."""
     table = [["of all responses, before -> after RL", *studies]]
     for kind in ERRORS:
         sides = [
@@ -122,7 +122,7 @@ def error_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
 
 
 def examples(run: Path, number: int = 3) -> str:
-    """Problems whose first response was wrong before RL and is right after it, with both."""
+    """Show problems whose first response was wrong before RL and is right after it, with both responses."""
     first: dict[tuple[str, ...], dict[str, Sample]] = {}
     for when in ("before", "after"):
         for sample in samples_of(run, when):
@@ -141,7 +141,7 @@ def examples(run: Path, number: int = 3) -> str:
 
 
 def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
-    """Greedy accuracy, and accuracy and pass@k of eight samples, of the run's merged model "sft" or "rl".
+    """Evaluate the run's merged model "sft" or "rl": greedy accuracy, and accuracy and pass@k of eight samples.
 
     Raises:
         CalledProcessError: an evaluation gave no result.
@@ -155,9 +155,9 @@ def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
         sampling = ("--n", str(n), "--temperature", str(temperature), "--out", str(out))
         hardware = ("+hardware=cpu_small",) if is_cpu_only() else ()
         found_in = out / "result.json"
-        found_in.unlink(missing_ok=True)  # of another call
+        found_in.unlink(missing_ok=True)  # left by another call
         ended = subprocess.run([*command, *data, *sampling, *hardware], cwd=REPO, env=whole_cpu(), stdout=sys.stderr)
-        if not found_in.exists():  # the status is 1 also where a sample is not judged
+        if not found_in.exists():  # the status is also 1 if a sample is not judged
             raise subprocess.CalledProcessError(ended.returncode, ended.args)
         result = json.loads(found_in.read_text())
         judged, wanted = (result["samples"][name] for name in ("judged", "wanted"))
@@ -173,7 +173,7 @@ def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
 
 
 def evaluation_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
-    """Greedy accuracy and pass@k before and after RL, of the runs that were evaluated again."""
+    """Tabulate greedy accuracy and pass@k before and after RL, for the runs that were evaluated again."""
 
     def rows() -> Iterator[list[str]]:
         for run, study in studies.items():
@@ -186,7 +186,7 @@ def evaluation_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
 
 
 def study_of(run: Path, problems: int) -> dict[str, Any]:
-    """What is published of a run; the control and the arm without Python are not evaluated again."""
+    """Return what is published of a run; the control and the run without Python are not evaluated again."""
     study: dict[str, Any] = {"errors": {when: shares_of(run, when) for when in ("before", "after")}}
     if run.name.startswith("seed_"):
         models = {"SFT": "sft", "after RL": "rl"}
@@ -196,7 +196,7 @@ def study_of(run: Path, problems: int) -> dict[str, Any]:
 
 
 def curve_table(results: Mapping[str, Mapping]) -> list[list[str]]:
-    """Means of STEPS steps of CURVES, of each run."""
+    """Tabulate the means of CURVES over STEPS steps, for each run."""
     last = max(step for each in results.values() for steps, _ in each["curves"].values() for step in steps)
     spans = [range(first, min(first + STEPS, last + 1)) for first in range(1, last + 1, STEPS)]
     table = [[f"means of {STEPS} steps", *(f"{span[0]}-{span[-1]}" for span in spans)]]
@@ -210,7 +210,7 @@ def curve_table(results: Mapping[str, Mapping]) -> list[list[str]]:
 
 
 def curves(results: Mapping[str, Mapping]) -> list[Chart]:
-    """Charts of CURVES, a line per run."""
+    """Make the charts of CURVES, with a line per run."""
     charts = []
     for key, title, unit in CURVES:
         lines = [Series(run, *each["curves"][key]) for run, each in results.items() if each["curves"][key][0]]

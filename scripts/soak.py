@@ -1,13 +1,13 @@
-"""A long run whose sandbox dies ten times and whose rollout servers die five times: does all still add up?
+"""Check that all still adds up in a long run whose sandbox dies ten times and whose rollout servers die five times.
 
     bash scripts/chaos.sh --only "engine killed"       # makes the SFT model of the quickstart, if it is not there
     .venv/bin/python scripts/soak.py [--steps 130] [--calls 24000] [--from outputs/quickstart] [--out outputs/soak]
 
-The tiny task in `separate_async`, with two vLLM servers that are watched. Deaths are spread evenly over the steps: the
-sandbox is killed, and started again 2 s later; one of the servers' engines gets SIGKILL. Exit status 1 unless the run
-ends without being started again, made that many tool calls, its ledger sums, no trained rollout has a wrong reward (as
-scripts/chaos.py judges it), and its processes, their open files and their memory are flat. What they hold is in
-a file beside --out (outputs/soak-usage.jsonl), a line every 20 s.
+The run is the tiny task in `separate_async`, with two watched vLLM servers. Deaths are spread evenly over the steps:
+the sandbox is killed, and started again 2 s later; one of the servers' engines gets SIGKILL. The exit status is 1
+unless the run ends without being started again and has made that many tool calls, its ledger adds up, no trained
+rollout has a wrong reward (as scripts/chaos.py judges it), and the number of its processes, their open files and their
+memory stay flat. These are noted every 20 s in a file next to --out (outputs/soak-usage.jsonl).
 """
 
 import argparse
@@ -37,15 +37,15 @@ from verl_ext.runs import jsonl  # noqa: E402
 from verl_ext.runs.durable import append_line  # noqa: E402
 
 SANDBOX_DEATHS, SERVER_DEATHS = 10, 5
-AWAY_S = 2.0  # of the sandbox
+AWAY_S = 2.0  # how long the sandbox is away
 EVERY_S = 20.0  # between two looks at what the run holds
-STEP_S = 30.0  # at the most, all deaths included
-MAX_MORE = {"processes": 0, "files": 0.05, "memory_mb": 0.1}  # of the last fifth over the second, as a share
+STEP_S = 30.0  # at most, all deaths included
+MAX_MORE = {"processes": 0, "files": 0.05, "memory_mb": 0.1}  # growth from the second to the last fifth, as a share
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a run hold together, the sandbox aside."""
+    """What the processes of a run hold in all, except the sandbox."""
 
     processes: int
     files: int  # open
@@ -60,7 +60,7 @@ class Usage:
 
 def _held(process: psutil.Process) -> tuple[int, int] | None:
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:  # of a server that was killed: this process takes them in
+        if process.status() == psutil.STATUS_ZOMBIE:  # of a killed server: this process adopts them
             return None
         return process.num_fds(), process.memory_full_info().uss
     except psutil.Error:  # it has ended
@@ -68,7 +68,7 @@ def _held(process: psutil.Process) -> tuple[int, int] | None:
 
 
 def die_again_and_again(scene: Scene, steps: int, usage_to: Path, died: Counter) -> None:
-    """A death after every so many steps, a server's after two of the sandbox; what the run holds is noted meanwhile.
+    """Kill something at regular steps, a server after two sandboxes; meanwhile note what the run holds.
 
     Args:
         died: counts "sandbox" and "server".
@@ -97,15 +97,15 @@ def _note_usage(scene: Scene, path: Path) -> None:
 
 
 def growth(usages: Sequence[dict], key: str) -> tuple[float, float]:
-    """Medians of the second fifth of a run, after its start, and of its last: a server that is replaced holds less for
-    a while, the two that are there at the same time hold more, and at the very end the run shuts down.
+    """Return the medians of the second fifth of a run, after its start, and of its last. Medians, because a server that
+    is replaced holds less for a while, both together hold more, and at the very end the run shuts down.
     """
     fifth = max(1, len(usages) // 5)
     return median(each[key] for each in usages[fifth : 2 * fifth]), median(each[key] for each in usages[-fifth:])
 
 
 def count_calls(run: Path) -> int:
-    """Calls that were run, of rollouts that did not raise."""
+    """Count the calls that were run, of rollouts that did not raise."""
     rows = store.rows(run, columns=["calls"])
     return sum(call["attempts"] is not None for row in rows for call in row["calls"] or ())
 

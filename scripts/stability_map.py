@@ -1,8 +1,8 @@
-"""Which objective bears how much staleness, and engine noise: many small runs on the tiny task, and heat maps of them.
+"""Map how much staleness and engine noise each objective bears: many small runs on the tiny task, and heat maps.
 
-    python scripts/stability_map.py                    # all 270 runs that are not there yet, then the maps
+    python scripts/stability_map.py                    # all of the 270 runs that are missing, then the maps
     python scripts/stability_map.py --cell icepop 4 bf16 0
-    python scripts/stability_map.py --maps             # the maps alone; runs that are not there are shown as missing
+    python scripts/stability_map.py --maps             # only the maps; absent runs are shown as missing
 
 A run is a plain fp32 PyTorch loop (verl_ext/analysis/cell.py) that starts from the quickstart's SFT model and calls the
 objectives' own files. Each run is a line of docs/evidence/objectives/stability.jsonl, written when it ended. The same
@@ -58,16 +58,16 @@ _ALLOWED += (ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div, ast.UnaryOp, ast
 
 
 def cells() -> list[Cell]:
-    """All of the map, seed by seed, so that what is there first covers all objectives."""
+    """Return all cells of the map, seed by seed, so that the first results cover all objectives."""
     return [
         Cell(name, staleness, bf16, seed) for seed in SEEDS for staleness, bf16 in CONDITIONS for name in OBJECTIVES
     ]
 
 
 def interpret(code: str) -> str:
-    """What the interpreter says to a model's code. Only short arithmetic on small integers runs, in this process.
+    """Return the interpreter's output for a model's code. Only short arithmetic on small integers runs, in-process.
 
-    All else gets an error, whose text is not the real one.
+    Any other code gets an error, whose text is not the real one.
     """
     if len(code) >= 80:
         return "MemoryError"
@@ -80,7 +80,7 @@ def _interpret(code: str) -> str:
     try:
         nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError):
-        return interpreter_output(code)  # compiling it fails, too
+        return interpreter_output(code)  # compiling it also fails
     numbers = [node.value for node in nodes if isinstance(node, ast.Constant)]
     is_arithmetic = all(isinstance(node, _ALLOWED) for node in nodes) and all(
         type(number) is int and number < 10**7 for number in numbers
@@ -92,7 +92,7 @@ def _interpret(code: str) -> str:
 
 @functools.cache
 def read_task(folder: Path) -> Task:
-    """The quickstart's problems, tokenised as its SFT model reads them."""
+    """Read the quickstart's problems, tokenised as its SFT model reads them."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "sft" / "merged")
@@ -115,17 +115,17 @@ CODE = (
 )
 
 
-_digest = functools.cache(digest)  # of all cells it would take minutes
+_digest = functools.cache(digest)  # without a cache, the digests of all cells would take minutes
 
 
 def settings_of(cell: Cell, digests: Mapping[str, str], steps: int) -> dict[str, Any]:
-    """What a run of the map was made with: data and SFT, the values of its preset, its number of steps."""
+    """Return what a run of the map was made with: data and SFT, the values of its preset, its number of steps."""
     preset = _digest(f"configs/objective/{cell.objective}.yaml", f"configs/{RUN}.yaml", SHARED)
     return {"from": dict(digests), "preset": preset, "steps": steps, "code": _digest(*CODE)}
 
 
 def run(cell: Cell, quickstart: Path, steps: int) -> dict:
-    """Plays a cell, on one thread: several side by side share the cores better than one on all."""
+    """Run a cell on one thread: several in parallel share the cores better than one on all."""
     torch.set_num_threads(1)
     began = time.process_time()
     config, weights = load_model(quickstart / "sft" / "merged")
@@ -135,7 +135,7 @@ def run(cell: Cell, quickstart: Path, steps: int) -> dict:
 
 @contextmanager
 def _processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool that ends what it plays where its user stops, by an error or Ctrl-C; left alone, it plays all."""
+    """Yield a pool that ends its cells if its user stops by an error or Ctrl-C; by itself, a pool runs all of them."""
     with ProcessPoolExecutor(number, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         try:
             yield pool
@@ -150,12 +150,12 @@ def _processes(number: int) -> Iterator[ProcessPoolExecutor]:
 def run_missing(
     missing: Mapping[Cell, Mapping[str, Any]], file: Path, quickstart: Path, steps: int, processes: int
 ) -> dict[Cell, str]:
-    """Adds a line for each cell as it ends; the others go on where one raises, or its process is killed.
+    """Add a line for each cell as it ends; the others continue if one raises, or its process is killed.
 
     Args:
         missing: cell -> its settings.
     Returns:
-        Of each cell that raised, or whose process was killed, the traceback.
+        The traceback of each cell that raised, or whose process was killed.
     """
     durable.make_folder(file.parent)
     jsonl.cut_half_line(file)
@@ -184,7 +184,7 @@ def run_missing(
         if left and not is_alone:
             under_way = ", ".join(cell.name for cell in left[:most])  # the pool takes them in order
             print(f"A process was killed, for want of memory perhaps; tried again: {under_way}", flush=True)
-        is_alone = len(left) == before  # which one it was shows when the next is alone
+        is_alone = len(left) == before  # the culprit shows when the next cell runs alone
     return failed
 
 
@@ -193,13 +193,14 @@ def _but_sft(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]], wanted: Collection[Cell]) -> None:
-    """Before hours of runs. Those of a seed begin from one SFT; those of another seed may begin from another machine's.
+    """Check the settings of existing runs before hours of new ones. All runs of a seed must begin from the same SFT;
+    those of another seed may begin from another machine's.
 
     Args:
         settings: of each cell of the map, as it would be made now.
         wanted: cells that are to be there.
     Raises:
-        ValueError: a run of the file was made with other settings, is of another number of steps, or began from another
+        ValueError: a run of the file was made with other settings, has another number of steps, or began from another
             SFT than the others of its seed.
     """
     done, steps = read_runs(file), {made["steps"] for made in settings.values()}
@@ -223,7 +224,7 @@ def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]], wante
 
 
 def chosen(words: Sequence[str]) -> Cell:
-    """The cell of `--cell OBJECTIVE STALENESS fp32|bf16 SEED`.
+    """Return the cell of `--cell OBJECTIVE STALENESS fp32|bf16 SEED`.
 
     Raises:
         ValueError: no such cell in the map.

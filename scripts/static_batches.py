@@ -1,6 +1,6 @@
-"""Static batches of rollouts, for scripts/ablation.py: the next batch waits for all of the one before.
+"""Run rollouts in static batches, for scripts/ablation.py: a batch waits until all of the previous one have ended.
 
-No run should have this; it is what a server without continuous batching makes of rollouts.
+Do not use this in a run: it imitates a server without continuous batching.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ import ray
 
 from verl_ext.rollout.workers import LeanAgentLoopManager, LeanAgentLoopWorker
 
-SIZE = 32  # rollouts of a batch; `max_num_seqs` of the server in all rows of the ablation
+SIZE = 32  # rollouts per batch; `max_num_seqs` of the server in all rows of the ablation
 
 
 class Gate:
-    """Admits `size` at a time. The next batch begins when all that were admitted have left, tools included."""
+    """A gate that admits `size` rollouts at a time. The next batch begins when all have left, tools included."""
 
     def __init__(self, size: int):
         self._size, self._places, self._inside = size, size, 0
@@ -35,7 +35,7 @@ class Gate:
 
 
 class StaticBatchWorker(LeanAgentLoopWorker):
-    """`LeanAgentLoopWorker` with a gate before its rollouts."""
+    """`LeanAgentLoopWorker` with a gate in front of its rollouts."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,15 +1,15 @@
-"""Many clients at once, and many requests after another, against a sandbox server of its own.
+"""Stress a dedicated sandbox server with many clients at once, and with many requests one after the other.
 
     python scripts/stress_sandbox.py load [--clients 64] [--seconds 120]
     python scripts/stress_sandbox.py soak [--requests 20000]
     python scripts/stress_sandbox.py burst [--requests 45000]
 
 load: every client sends `print` programs, each with its own nonce, one after the other: no answer may be lost, doubled
-or another's, and the 99th percentile of the latency is to be within 5 times the median. soak: programs of every kind
-(output, errors, time-outs, memory, files, signals, numpy); afterwards the server must have no more memory, files and
-processes than after the first tenth. burst: the same with numpy programs alone, as many as a step of rStar2-Agent
-(arXiv:2508.20722) makes, within 3.5 minutes, or a share of them with fewer requests; it also tells the CPU time of a
-call, client included. Exit code 1 when something of this does not hold.
+or another program's, and the 99th percentile of the latency must be within 5 times the median. soak: programs of every
+kind (output, errors, time-outs, memory, files, signals, numpy); afterwards the server must have no more memory, files
+and processes than after the first tenth. burst: the same with only numpy programs, as many as a step of rStar2-Agent
+(arXiv:2508.20722) makes, within 3.5 minutes, or a share of them with fewer requests; it also reports the CPU time of a
+call, client included. The exit code is 1 if any of this does not hold.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from verl_ext.sandbox.load import load as load_sandbox
 
 MAX_RATIO = 5.0  # p99 / p50 of `print`
 BURST, MAX_BURST_S = 45000, 210.0  # programs, and seconds for them on two cores
-COUNTS = ("files", "processes", "temporary")  # of a server's state, that must not grow
+COUNTS = ("files", "processes", "temporary")  # counts of a server's state that must not grow
 MAX_GROWTH_MB = 20.0  # unique memory of all processes; without a leak it varies by 15 with what ran last
 PROGRAMS = {  # name: (code with its nonce, status, end of the output)
     "print": ("print({nonce})", "ok", "{nonce}\n"),
@@ -51,12 +51,12 @@ WEIGHTS = [10, 3, 1, 0.1, 1, 0.3, 3, 1, 3]
 
 @dataclass
 class State:
-    """What a server holds."""
+    """The resources that a server holds."""
 
     memory_mb: float  # unique to each process, summed
     files: int  # open, in the server itself
     processes: int
-    temporary: int  # entries of its own temporary folder
+    temporary: int  # entries of the server's temporary folder
 
     @classmethod
     def of(cls, server: psutil.Process) -> "State":
@@ -151,12 +151,12 @@ async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> li
 
 
 async def settled(server: psutil.Process, first: State | None) -> State:
-    """The state; what is more than at first has two seconds to end."""
+    """Return the state; anything beyond the first state has two seconds to end."""
     deadline = time.monotonic() + 2
     while True:
         try:
             state = State.of(server)
-        except psutil.NoSuchProcess:  # it ended while it was looked at
+        except psutil.NoSuchProcess:  # it ended during the look-up
             if time.monotonic() > deadline:
                 raise
         else:
@@ -167,13 +167,13 @@ async def settled(server: psutil.Process, first: State | None) -> State:
 
 
 def cpu_time_s(server: psutil.Process) -> float:
-    """CPU time of the server with all below it, and of this process, its client."""
+    """Return the CPU time of the server with all processes below it, and of this process, its client."""
     processes = [server, *server.children(recursive=True)]
     return time.process_time() + sum(sum(process.cpu_times()[:4]) for process in processes)
 
 
 async def check(client: SandboxClient, name: str, nonce: int) -> str | None:
-    """Run a program; None when its answer is its own, else what was wrong."""
+    """Run a program; return None if the answer is right, else what was wrong."""
     code, status, end = PROGRAMS[name]
     timeout_s = 0.5 if name == "timeout" else 30.0
     result: RunResult = await client.run(code.format(nonce=nonce), timeout_s=timeout_s)

@@ -2,10 +2,10 @@
 
     python scripts/unread_keys.py [--check]
 
-Hydra takes such a key without a word, and the doctor warns of one that is set. The modules are those that verl's entry
-point imports, wherever an import stands, and those of verl_ext. In their syntax trees a name is read as an attribute or
-in a text (`config["name"]`, `config.get("name")`). What is kept in `self.name` counts as read if the module reads it
-there. A name that two sections share counts as read if one of them is, so that the list errs to that side.
+Hydra silently accepts such a key, and the doctor warns if one is set. The script looks at the modules that verl's entry
+point imports, wherever an import stands, and at those of verl_ext. In their syntax trees a name is read as an attribute
+or in a string (`config["name"]`, `config.get("name")`). A value kept in `self.name` counts as read if the module reads
+it there. A name that two sections share counts as read if one of them is, so the list may miss keys.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from verl_ext.versions import VERL as VERSIONS  # noqa: E402
 
 TARGET = ROOT / "verl_ext" / "doctor" / "unread_keys.json"
 ENTRIES = {"ppo_trainer": "verl.trainer.main_ppo", "sft_trainer_engine": "verl.trainer.sft_trainer"}
-# Rooms of verl_ext that only look at runs: what they read does nothing in a run.
+# Packages of verl_ext that only look at runs: the keys they read do nothing in a run.
 LOOKERS = ("analysis", "doctor", "evaluation", "memory", "plots", "quickstart", "report", "view")
 NOT_OF = {"ppo_trainer": (*LOOKERS, "datasets"), "sft_trainer_engine": LOOKERS}
-# Sections that are handed to another package as a whole, or to Hydra.
+# Sections that are passed as a whole to another package or to Hydra.
 HANDED_ON = ("transfer_queue", "global_profiler.global_tool_config", "ray_kwargs.ray_init", "model_engine")
-# Modules of verl, or classes in them, that no run of configs/ comes to -> what is there instead.
+# Modules of verl, or classes in them, that no run of configs/ reaches -> what replaces them.
 REPLACED = {
     "verl.trainer.main_ppo_v0": "verl's v1 trainer",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer": "verl's v1 trainer",
@@ -46,14 +46,14 @@ REPLACED = {
 
 
 def module_file(name: str) -> Path | None:
-    """The file of a module of verl; None if it is no module."""
+    """Return the file of a verl module; None if it is not a module."""
     path = VERL.parent / name.replace(".", "/")
     return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
 
 
 @functools.cache
 def look_at(name: str, file: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """Modules that a module names, and names that it reads; without the classes in it that are replaced."""
+    """Return the modules that a module names, and the names that it reads, without its replaced classes."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if f"{name}:{getattr(node, 'name', '')}" not in REPLACED]
     return frozenset(imported(name, tree, file.name == "__init__.py")), frozenset(
@@ -62,7 +62,7 @@ def look_at(name: str, file: Path) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def imported(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
-    """Modules that one names: in its imports, and in texts, as registries and `_target_` have them."""
+    """Yield the modules that a module names: in its imports, and in strings, as registries and `_target_` do."""
     parts = name.split(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def imported(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
 
 
 def reachable(entry: str) -> dict[str, frozenset[str]]:
-    """Module -> names that it reads, of verl from an entry point and from verl_ext, and of verl_ext itself."""
+    """Return module -> names that it reads, for verl from an entry point and from verl_ext, and for verl_ext itself."""
     seen: dict[str, frozenset[str]] = {}
     waiting = {ENTRIES[entry]}
     for file in sorted((ROOT / "verl_ext").rglob("*.py")):
@@ -96,7 +96,7 @@ def reachable(entry: str) -> dict[str, frozenset[str]]:
 
 
 def read_names(tree: ast.Module, *, is_ours: bool) -> set[str]:
-    """Names that a module reads; of ours a single word counts only as an argument or an item, as it may be prose."""
+    """Return the names that a module reads; in ours, a lone word may be prose and counts only as argument or item."""
     attributes, texts, kept = Counter(), Counter(), Counter()
     documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     asked = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Call) for each in node.args}
@@ -118,12 +118,12 @@ def read_names(tree: ast.Module, *, is_ours: bool) -> set[str]:
 
 
 def unread_keys(entry: str) -> list[str]:
-    """Dotted keys of verl's YAML a part of whose path no code names, and that no read key refers to."""
+    """Return dotted keys of verl's YAML with a path component that no code names, and that no read key refers to."""
     names = frozenset().union(*reachable(entry).values())
     keys = flatten(schema(entry))
     unread = {key for key in keys if not names.issuperset(set(key.split(".")) - {"_target_"})}
     unread = {key for key in unread if not any(is_within(key, section) for section in HANDED_ON)}
-    while True:  # what a read key takes its value from is read
+    while True:  # a key that a read key takes its value from is also read
         referred = {name for key, value in keys.items() if key not in unread for name in references(value)}
         still = {key for key in unread if key not in referred}
         if still == unread:
@@ -132,7 +132,7 @@ def unread_keys(entry: str) -> list[str]:
 
 
 def references(value: object) -> list[str]:
-    """Keys that `${...}` and `${oc.select:...}` name in a value."""
+    """Return the keys that `${...}` and `${oc.select:...}` name in a value."""
     return re.findall(r"\$\{(?:oc\.select:)?([\w.]+)", value) if isinstance(value, str) else []
 
 

@@ -1,4 +1,4 @@
-"""The variables of a process that has all cores of a CPU, as the small model's launchers set them."""
+"""Collect the variables of a process that has all cores of a CPU, as the small model's launchers set them."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ COMMON = "recipe/retool/common.sh"
 
 
 def whole_cpu() -> dict[str, str]:
-    """This process's variables, and those that recipe/retool/run_smollm2_dapo.sh adds on a CPU. What is set stays."""
+    """Return this process's variables, plus those that recipe/retool/run_smollm2_dapo.sh adds on a CPU if unset."""
     command = f"set -euo pipefail; source {COMMON}; all_cores; env -0"
     repo = Path(__file__).resolve().parents[1]
     told = subprocess.run(["bash", "-c", command], cwd=repo, check=True, capture_output=True, text=True).stdout

@@ -1,9 +1,9 @@
-"""Old names of modules go on working: a user's YAML, a tool, a pickle or the saved config of a run may name them.
+"""Keep old names of modules working: a user's YAML, a tool, a pickle or the saved config of a run may name them.
 
-Comes in: the import of `verl_ext.replay_buffer`. Goes out: the module `verl_ext.trainer.sampler` itself, so that a
-class has one identity under both names, and one warning per process that says the new name. `python -m` takes them too.
-`verl_ext.checkpoints`, `verl_ext.report` and `verl_ext.sandbox.server` were modules and are packages: their commands
-are the same.
+In: an import of `verl_ext.replay_buffer`. Out: the module `verl_ext.trainer.sampler` itself, so that a class has one
+identity under both names, and one warning per process with the new name. `python -m` also takes old names.
+`verl_ext.checkpoints`, `verl_ext.report` and `verl_ext.sandbox.server` were modules and are packages with the same
+commands.
 """
 
 import importlib
@@ -67,23 +67,23 @@ MODULES = {  # old name -> new name, below verl_ext
     "sft_trace": "protocols.trace",
     "trainer.settings": "settings",
 }
-PACKAGES = ("agent_loop", "data")  # imported on the way to an old name: the name after them is the one to warn of
+PACKAGES = ("agent_loop", "data")  # imported on the way to an old name, which is the one to warn about
 COMMANDS = {"pipeline": "quickstart.__main__"}  # of `python -m`
 _OLD_LOG = "retool.trajectory_log"
 OLD_LOOPS, LOOPS = "verl_ext/agent_loop/agent_loops.yaml", "verl_ext/rollout/agent_loops.yaml"  # a file, named in YAMLs
 
 
 def new_name(module: str) -> str:
-    """`verl_ext.trainer.sampler` for `verl_ext.replay_buffer`; a name that did not move stays as it is."""
+    """Return `verl_ext.trainer.sampler` for `verl_ext.replay_buffer`; a name that did not move is unchanged."""
     package, _, name = module.partition(".")
     return f"verl_ext.{MODULES[name]}" if package == "verl_ext" and name in MODULES else module
 
 
 def rename_files(config: object) -> None:
-    """Put the new path of the agent loops' YAML into a run's config, in place, where the old one stands.
+    """Replace the old path of the agent loops' YAML in a run's config, in place.
 
     Args:
-        config: `DictConfig` of a run; one of SFT, or without an agent loop, is left as it is.
+        config: `DictConfig` of a run; one of SFT or without an agent loop does not change.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -96,10 +96,10 @@ def rename_files(config: object) -> None:
 
 
 def rename_keys(config: object) -> None:
-    """Put what a user's YAML sets of `retool.trajectory_log`, which was a log of JSON lines, under `retool.recorder`.
+    """Move what a user's YAML sets in `retool.trajectory_log`, the old log of JSON lines, to `retool.recorder`.
 
     Args:
-        config: `DictConfig` of a run; one without the section is left as it is.
+        config: `DictConfig` of a run; one without the section does not change.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -125,9 +125,9 @@ def rename_keys(config: object) -> None:
 
 
 def install() -> None:
-    """Let Python find old names; again is harmless."""
+    """Let Python find old names; calling it again is harmless."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # first: `verl_ext.agent_loop.seeds` must not be a second rollout/seeds.py
+        sys.meta_path.insert(0, _Finder())  # first: `verl_ext.agent_loop.seeds` must not load rollout/seeds.py twice
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -141,14 +141,14 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module itself in the place of the empty one that importlib has made for the old name."""
+        """Replace the empty module that importlib has made for the old name with the real one."""
         old, new = module.__name__, new_name(module.__name__)
         if old.removeprefix("verl_ext.") not in PACKAGES:
             _warn(old, new)
         sys.modules[old] = importlib.import_module(new)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For `python -m`, which runs the code and imports nothing."""
+        """Return the code for `python -m`, which runs it and imports nothing."""
         name = fullname.removeprefix("verl_ext.")
         if name != "evaluate":  # still the command's name
             _warn(fullname, new_name(fullname))
@@ -157,5 +157,5 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _warn(old: str, new: str) -> None:
-    """A FutureWarning, because Python shows it by default."""
+    """Issue a FutureWarning, because Python shows it by default."""
     warnings.warn(f"{old} is now {new}. Write the new name.", FutureWarning, stacklevel=2)

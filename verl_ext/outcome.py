@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Fault(StrEnum):
-    """Who is at fault where a rollout or a call did not end well. What the model can cause is the model's fault."""
+    """Who is at fault if a rollout or a call did not end well. Whatever the model can cause is the model's fault."""
 
     NONE = "none"
     MODEL = "model"  # data: the model reads what was wrong, and the rollout is scored
@@ -42,11 +42,11 @@ class RolloutEnd(StrEnum):
 
 
 class PromptEnd(StrEnum):
-    """What becomes of a prompt, that is of the group of its rollouts. A group is useful where its answers differ."""
+    """What becomes of a prompt, that is of the group of its rollouts. A group is useful if its answers differ."""
 
     OPEN = "open"  # not decided: rollouts still run, or the group is useful and no batch has taken it yet
     TRAINED = "trained"  # useful, and taken by a batch
-    EQUAL = "equal"  # all right or all wrong: replaced; a filler, with advantage 0, where useful groups are missing
+    EQUAL = "equal"  # all right or all wrong: replaced; a filler, with advantage 0, if groups are missing
     VOID = "void"  # too many of its rollouts have void turns (`void_turn_filter`) to train: replaced or a filler
     FAILED = "failed"  # infrastructure failed so many of its rollouts, or one raised: replaced, never trained
     STALE = "stale"  # useful, but written by weights that were too old when a batch had room: replaced
@@ -54,12 +54,12 @@ class PromptEnd(StrEnum):
 
 
 class RolloutFate(StrEnum):
-    """What becomes of a rollout. After FILTERED and FAILED stands why: `failed/sandbox_failure`, `filtered/equal`."""
+    """What becomes of a rollout. A reason follows FILTERED and FAILED: `failed/sandbox_failure`, `filtered/equal`."""
 
     TRAINED = "trained"  # in the loss
     FILTERED = "filtered"  # why: the end of its group, or VOID_TURN, or RESAMPLING
     STALE = "stale"  # a token of it, or its group, was too old
-    FAILED = "failed"  # why: the RolloutEnd; where one rollout raised, all of its group did
+    FAILED = "failed"  # why: the RolloutEnd; if one rollout raised, its whole group counts as raised
 
 
 RESAMPLING = "resampling"  # the sampler's option `resample` kept others of its group
@@ -91,9 +91,9 @@ _ENDS = {str(end): end for end in RolloutEnd} | {name: end for end, name in _EVA
 
 
 def rollout_end(info: Mapping[str, Any]) -> str:
-    """Why a rollout ended: of `RolloutEnd`, or what the loop or reward manager of another project says.
+    """Return why a rollout ended: a `RolloutEnd`, or the reason that another project's loop or reward manager gives.
 
-    A failure in the loop comes before one of the verifier, which was then given a response that is cut off.
+    A failure in the loop takes precedence over one of the verifier, which then got a truncated response.
 
     Args:
         info: `reward_extra_info` of verl_ext/reward/manager.py, or of another manager with the loop's `finish_reason`;
@@ -107,11 +107,11 @@ def rollout_end(info: Mapping[str, Any]) -> str:
 
 
 def infrastructure_failure(info: Mapping[str, Any]) -> RolloutEnd | None:
-    """Which failure of the infrastructure kept a rollout from being judged; None: it was. `info`: see `rollout_end`."""
+    """Return the infrastructure failure that kept a rollout from being judged, or None. `info`: see `rollout_end`."""
     end = rollout_end(info)
     return end if end in INFRASTRUCTURE_FAILURES else None
 
 
 def evaluation_failure(info: Mapping[str, Any]) -> str | None:
-    """`infrastructure_failure` as the files of an evaluation spell it: one of EVALUATION_FAILURES, or None."""
+    """Return `infrastructure_failure` as an evaluation's files spell it: one of EVALUATION_FAILURES, or None."""
     return _EVALUATION_NAMES.get(infrastructure_failure(info))

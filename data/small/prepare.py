@@ -1,10 +1,10 @@
-"""Write the data of the small run: word problems as SFT traces, RL problems and a test, and SVAMP beside the test.
+"""Write the data of the small run: word problems as SFT traces, RL problems and a test, and SVAMP as a second test.
 
     python data/small/prepare.py --out outputs/small/data
     python data/small/prepare.py --out outputs/small/data --mawps FOLDER        # MAWPS' train.csv and dev.csv instead
 
 Deterministic in `--seed`; no network. The problems are ours (templates.txt: SFT, RL and test have other templates).
-SVAMP (data/svamp) is for the test alone. MAWPS is not in the repository, as its own one names no licence.
+SVAMP (data/svamp) is only for testing. MAWPS is not included, because its own repository names no licence.
 """
 
 import argparse
@@ -25,14 +25,14 @@ TEST_SEED = 1604  # the test does not depend on --seed: runs with different seed
 
 
 def own_problems(args: argparse.Namespace) -> list[list[Worked]]:
-    """Test, SFT (its validation at the end) and RL problems from our templates."""
+    """Make test, SFT (its validation at the end) and RL problems from our templates."""
     rng = random.Random(args.seed)
     test = make_problems("test", args.test, random.Random(TEST_SEED))
     return [test, make_problems("sft", args.sft + args.sft_val, rng), make_problems("rl", args.rl, rng)]
 
 
 def svamp_problems(count: int) -> list[Problem]:
-    """The first so many of a fixed shuffle: SVAMP's file is in the order of its kinds."""
+    """Return the first `count` problems of a fixed shuffle: SVAMP's file is sorted by kind."""
     problems = list(read_problems(str(SVAMP)))
     random.Random(TEST_SEED).shuffle(problems)
     return problems[:count]

@@ -1,4 +1,4 @@
-"""Word problems in natural language from the templates of templates.txt, each with the program that solves it."""
+"""Make word problems in natural language from the templates of templates.txt, each with the program that solves it."""
 
 import random
 import re
@@ -52,10 +52,10 @@ class Template:
 
 
 def read_templates(path: Path = TEMPLATES) -> list[Template]:
-    """All templates, in the file's order.
+    """Read all templates, in the file's order.
 
     Raises:
-        ValueError: a line is no template; names it.
+        ValueError: a line is not a template; the message names it.
     """
     templates = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -91,10 +91,10 @@ def make_problem(template: Template, rng: random.Random) -> Worked:
 
 
 def make_problems(which: str, count: int, rng: random.Random) -> list[Worked]:
-    """`count` different problems of a set, in random order, from all templates alike while they have other problems.
+    """Make `count` different problems of a set, in random order, evenly from all templates that still have new ones.
 
     Raises:
-        ValueError: the templates of the set have less than `count` problems.
+        ValueError: the templates of the set have fewer than `count` problems.
     """
     templates = [template for template in read_templates() if template.set == which]
     problems: dict[str, Worked] = {}
@@ -111,7 +111,7 @@ def make_problems(which: str, count: int, rng: random.Random) -> list[Worked]:
 
 
 def _draw(template: Template, rng: random.Random) -> dict[str, int] | None:
-    """The template's numbers; None where what was drawn leaves nothing for a later one."""
+    """Draw the template's numbers; None if those drawn first leave nothing for a later one."""
     numbers: dict[str, int] = {}
     for name, low, high in template.numbers:
         if not low:

@@ -2,8 +2,8 @@
 
     python data/tiny_tools/build_model.py --out outputs/quickstart/model --seed 0
 
-A byte-level BPE with every digit and operator a token of its own, so that numbers are copied digit by digit, and a
-Qwen2 of two layers, about 390,000 parameters, fp32.
+The tokenizer is a byte-level BPE in which every digit and operator is a separate token, so that numbers are copied
+digit by digit. The model is a Qwen2 of two layers with about 390,000 parameters in fp32.
 """
 
 import argparse
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the task's own text; `vocab_size` is the most tokens it may have."""
+    """Train the tokenizer on the task's own text; it has at most `vocab_size` tokens."""
     rng = random.Random(seed)
     corpus = ["system user assistant interpreter\n"] * 200
     for _ in range(3000):
@@ -56,7 +56,7 @@ def build_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizer
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights. Heads are 32 wide because vLLM's CPU attention refuses 16 (0.28.0)."""
+    """Build a Qwen2 with random weights. Heads are 32 wide because vLLM's CPU attention refuses 16 (0.28.0)."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),

@@ -19,13 +19,13 @@ EVALUATION_SPLITS = {"test": "tiny_tools", "ood_large": "tiny_tools_ood_large", 
 
 
 def sft_row(rng: random.Random) -> dict:
-    """One row of the SFT set: `messages`, roles user, assistant, interpreter, assistant, ..."""
+    """Make a row of the SFT set: `messages` with the roles user, assistant, interpreter, assistant, ..."""
     kind = rng.choices(list(TRACE_MIX), list(TRACE_MIX.values()))[0]
     return {"messages": make_trace(make_problem(rng, split="train"), kind, rng), "kind": kind}
 
 
 def rl_row(problem: Problem, index: int, split: str, data_source: str) -> dict:
-    """One row in verl's RL format."""
+    """Make a row in verl's RL format."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": problem.question}],
@@ -36,7 +36,7 @@ def rl_row(problem: Problem, index: int, split: str, data_source: str) -> dict:
 
 
 def distinct_problems(rng: random.Random, split: str, count: int) -> list[Problem]:
-    """`count` different problems of a split."""
+    """Make `count` different problems of a split."""
     problems: dict[str, Problem] = {}
     while len(problems) < count:
         problem = make_problem(rng, split=split)

@@ -1,4 +1,4 @@
-"""Word problems that need multi-digit arithmetic, and traces that solve them with and without a code interpreter.
+"""Make word problems that need multi-digit arithmetic, and traces that solve them with and without an interpreter.
 
 A model of 10^5 parameters cannot multiply two-digit numbers in its head, but it can learn to write the formula, read
 what the interpreter prints and copy it into the box. What RL has to find is which of the strategies in the traces pays.
@@ -23,7 +23,7 @@ TRACE_MIX = {"mental": 0.50, "tool": 0.20, "wrong_formula": 0.15, "repair": 0.10
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem. `wrong` are formulas of a careless reader; `key` identifies the problem, names aside."""
+    """One word problem. `wrong` are formulas of a careless reader; `key` identifies the problem except for names."""
 
     question: str
     expression: str
@@ -101,7 +101,7 @@ def make_problem(rng: random.Random, *, split: str) -> Problem:
 
 
 def interpreter_output(code: str) -> str:
-    """What the interpreter says to one of our snippets: what it prints, or the last line of the traceback.
+    """Return what the interpreter prints for one of our snippets, or the last line of the traceback.
 
     A test runs the same snippets in the real sandbox and compares.
     """
@@ -116,7 +116,7 @@ def interpreter_output(code: str) -> str:
 
 
 def make_trace(problem: Problem, kind: str, rng: random.Random) -> list[dict[str, str]]:
-    """One SFT conversation in ReTool's form: user; assistant with `<code>`; interpreter; ...; assistant with
+    """Make an SFT conversation in ReTool's form: user; assistant with `<code>`; interpreter; ...; assistant with
     `\\boxed{}`.
 
     Args:

@@ -1,5 +1,5 @@
-"""The tool and the reward that a user of verl would write for the tiny task (`function_tool_path`,
-`custom_reward_function.path`); for scripts/chaos.py.
+"""The tool and the reward that a user of verl would write for the tiny task, for scripts/chaos.py
+(`function_tool_path`, `custom_reward_function.path`).
 """
 
 import os
@@ -9,7 +9,7 @@ import httpx
 from verl.tools.function_tool import function_tool
 
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-client = httpx.Client(timeout=60, trust_env=False)  # by no proxy of the environment
+client = httpx.Client(timeout=60, trust_env=False)  # through no proxy of the environment
 
 
 @function_tool("python")
@@ -25,7 +25,7 @@ def python(code: str) -> str:
 
 
 def judge(judge_url: str, response: str, ground_truth: str) -> float:
-    """As a model over HTTP says: +1 or -1."""
+    """Return the verdict of a model over HTTP: +1 or -1."""
     prompt = f"<reference_answer>\n{ground_truth}\n</reference_answer>\n<response>\n{response}\n</response>"
     body = {"model": "judge", "messages": [{"role": "user", "content": prompt}]}
     said = client.post(f"{judge_url}/chat/completions", json=body).json()
@@ -33,7 +33,7 @@ def judge(judge_url: str, response: str, ground_truth: str) -> float:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """+1 where the last box has the answer, else -1."""
+    """Return +1 if the last box has the answer, else -1."""
     if judge_url := os.environ.get("JUDGE_URL"):
         return judge(judge_url, solution_str, ground_truth)
     found = BOXED.findall(solution_str)

@@ -1,4 +1,4 @@
-"""verl 0.9.1 as it is, for scripts/chaos.py: a CPU to run on, and the form of the tiny model's calls.
+"""Stock verl 0.9.1 for scripts/chaos.py: a CPU to run on, and the form of the tiny model's calls.
 
 verl imports this file in every process (`VERL_USE_EXTERNAL_MODULES=stock_verl`). Of verl_ext only the CPU platform is
 loaded: no agent loop, sampler, reward, checkpoints, options or fleet of ours.
@@ -13,7 +13,7 @@ import wrapt
 
 OPEN, CLOSE = "<code>", "</code>"
 
-if "verl_ext" not in sys.modules:  # a package without its __init__.py, which hooks all that is ours
+if "verl_ext" not in sys.modules:  # a package without its __init__.py, which would install all our hooks
     package = ModuleType("verl_ext")
     package.__path__ = [str(Path(__file__).resolve().parents[2] / "verl_ext")]
     sys.modules["verl_ext"] = package
@@ -26,7 +26,7 @@ def use_cpu(verl: ModuleType) -> None:
 
 
 def add_parser(module: ModuleType) -> None:
-    """verl's loop knows forms of calls by name (`multi_turn.format`); this one is `code`."""
+    """Register the form of calls under the name `code`, by which verl's loop finds it (`multi_turn.format`)."""
 
     @module.ToolParser.register("code")
     class CodeParser(module.ToolParser):

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: the tiny task with few rows, and helpers to run the real commands on it."""
+"""Fixtures and helpers of the end-to-end tests: the tiny task with few rows, and the real commands run on it."""
 
 import atexit
 import fcntl
@@ -18,16 +18,16 @@ from tests.processes import kill_tree
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
 REPO = Path(__file__).resolve().parents[2]
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0", or "" where all tests run in one process
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0", or "" if all tests run in one process
 MARK = f"RETOOL_E2E{WORKER}"  # in the environment of every process that these tests start
 if WORKER and MARK not in os.environ:  # pytest may import this file under two names
-    # Runs of two workers stand side by side: below this folder Ray notes which cluster was started last.
+    # Workers run in parallel, and Ray notes below this folder which cluster was started last.
     os.environ["TMPDIR"] = os.environ["RAY_TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=f"{WORKER}-")
-    os.chmod(tempfile.tempdir, 0o711)  # the sandbox, run as root, has programs below it run as another user
+    os.chmod(tempfile.tempdir, 0o711)  # a sandbox started as root runs programs below it as another user
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 os.environ.setdefault(MARK, uuid4().hex)
 OWN_SERVER = {EXECUTABLE_VARIABLE: ""}  # for `launch` and `pipeline`, see `python`
-# They take the longest. One that began last would keep one process waiting for the other.
+# The longest tests begin first: if one began last, one process would wait for the other.
 LONG = ("test_failures.py", "test_resume.py", "test_launchers.py", "test_server_deaths.py", "test_gpu_stages.py")
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
 
@@ -38,10 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[str]:
-    """Stands for Python, with warm_python.ENVIRONMENT: processes start by fork from one that has the imports.
+    """Yield a stand-in for Python, with warm_python.ENVIRONMENT: processes fork from one that has the imports.
 
-    One server for all tests: its imports would be a good part of every start. `run_tiny_*.sh` find it by the variable;
-    `OWN_SERVER` gives them one of their own, as a user has it.
+    All tests share one server, because its imports would be a good part of every start. `run_tiny_*.sh` find it by the
+    variable; `OWN_SERVER` gives them a separate one, as a user has.
     """
     with warm_python() as executable:
         os.environ[EXECUTABLE_VARIABLE] = executable
@@ -52,7 +52,7 @@ def python() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def small(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quickstart folder with data, a model after 30 steps of SFT, and its merged weights; of all workers."""
+    """Make a quickstart folder with data, a model after 30 steps of SFT, and its merged weights; workers share it."""
     folder = tmp_path_factory.getbasetemp()
     out = (folder.parent if WORKER else folder) / "small"
     with open(out.with_suffix(".lock"), "a") as lock:
@@ -65,8 +65,8 @@ def small(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm(python: str, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of vLLM's server on the merged weights of `small`."""
-    from tests.e2e.vllm_server import serve  # which imports this file
+    """Yield the base URL of vLLM's server on the merged weights of `small`."""
+    from tests.e2e.vllm_server import serve  # it imports this file
 
     options = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager")
     log = tmp_path_factory.mktemp("vllm") / "server.log"
@@ -76,7 +76,7 @@ def vllm(python: str, small: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
-    """A folder with a model of random weights, version 0, and its versions 0, 1, 2; see versions.py."""
+    """Make a folder with a model of random weights, version 0, and its versions 0, 1, 2; see versions.py."""
     from tests.e2e.versions import build_versions
 
     folder = tmp_path_factory.mktemp("versions")
@@ -84,7 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
 
 
 def pipeline(out: Path, *arguments: str, timeout_s: float = 900, **environment: str) -> str:
-    """Run the quickstart's pipeline; returns its output, and fails with it."""
+    """Run the quickstart's pipeline and return its output; a failure shows it."""
     command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *SMALL_DATA, *arguments]
     environ = os.environ | environment
     result = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True, timeout=timeout_s)
@@ -93,7 +93,7 @@ def pipeline(out: Path, *arguments: str, timeout_s: float = 900, **environment: 
 
 
 def launch(script: str, log: Path, *overrides: str, **environment: str) -> subprocess.Popen:
-    """Start a launcher of recipe/retool in a session of its own, without the doctor: tests break what it looks at."""
+    """Start a launcher of recipe/retool in a separate session, without the doctor: tests break what it checks."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as sink:
         return subprocess.Popen(
@@ -117,6 +117,6 @@ def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 1200) ->
 
 
 def read_metrics(folder: Path, keep: Callable[[dict], bool] = lambda data: True) -> list[tuple[int, dict]]:
-    """(step, metrics) of all starts of a run, in the order they were logged."""
+    """Read (step, metrics) of all starts of a run, in the order they were logged."""
     lines = [line for path in sorted(folder.glob("metrics*.jsonl")) for line in path.read_text().splitlines()]
     return [(r["step"], r["data"]) for r in map(json.loads, lines) if keep(r["data"])]

@@ -1,4 +1,4 @@
-"""The gradient of the stability map's model is the real stack's: the norm that verl logs of a run's first step.
+"""Check the gradient of the stability map's model against the real stack: the norm that verl logs for a run's step 1.
 
 `run` is a `Run` of test_failures.py, whose first step has learning rate 0, so that both its updates have the weights of
 `merged`.
@@ -20,8 +20,8 @@ MAX_TOKENS = 1024
 
 
 def check_gradient_norm(run: Any, merged: Path) -> None:
-    """verl logs the mean of the norms of two mini-batches. They are computed again from what the sampler has given to
-    the trainer, with PPO's loss over the tokens of a mini-batch.
+    """Check the norm that verl logs, the mean of those of two mini-batches. They are computed again from the batches
+    that the sampler gave to the trainer, with PPO's loss over the tokens of a mini-batch.
     """
     from transformers import AutoTokenizer
 

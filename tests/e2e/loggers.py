@@ -1,4 +1,4 @@
-"""What verl's loggers `tensorboard` and `wandb` (offline) have written, as step -> metrics."""
+"""Read what verl's loggers `tensorboard` and `wandb` (offline) have written, as step -> metrics."""
 
 import json
 import struct
@@ -10,7 +10,7 @@ HEADER, FULL, LAST = 7, 1, 4  # bytes of a chunk's header; types of a chunk that
 
 
 def read_tensorboard(folder: Path) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
-    """(scalars, the text of the validation generations) by step; of all starts of the run."""
+    """Read (scalars, the text of the validation generations) by step, of all starts of the run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
@@ -25,7 +25,7 @@ def read_tensorboard(folder: Path) -> tuple[dict[int, dict[str, float]], dict[in
 
 
 def read_wandb(folder: Path) -> dict[int, dict]:
-    """Metrics by step, of all `offline-run-*` in the folder `wandb`; those of later starts win."""
+    """Read metrics by step, of all `offline-run-*` in the folder `wandb`; those of later starts win."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     steps: dict[int, dict] = defaultdict(dict)
@@ -40,7 +40,7 @@ def read_wandb(folder: Path) -> dict[int, dict]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    records, parts, position = [], [], HEADER  # the file has a header of its own, as long as a chunk's
+    records, parts, position = [], [], HEADER  # the file also has a header, as long as a chunk's
     while position + HEADER <= len(data):
         left = BLOCK - position % BLOCK
         if left < HEADER:

@@ -1,12 +1,12 @@
-"""Stops a run at a moment that a test names, and says that it is there; the test then kills the run.
+"""Stop a run at a moment that a test names, and say that it is there; the test then kills the run.
 
 `tests.processes.stop_at` loads this file into all of verl's processes. `RETOOL_STOP_AT` is `<moment>:<n>`, the
 n-th time in the process, and `RETOOL_STOPPED` the file that then appears:
 
 - rollout: prompts are out, and the sampler waits for responses;
-- update: gradients are there, and the optimizer has not stepped;
+- update: gradients are computed, and the optimizer has not stepped;
 - shard: the first half of the last rank's optimizer shard is on the disk;
-- data: the shards are saved. RL: `data.pt` is not; SFT: rank 0 has done all it does, rank 1 not saved its `data_1.pt`.
+- data: the shards are saved. RL: `data.pt` is not. SFT: rank 0 is done, and rank 1 has not saved its `data_1.pt`.
 """
 
 import io
@@ -78,7 +78,7 @@ def stop_in_save() -> None:
 
 
 def wait_for_tracker(checkpoint: Path) -> None:
-    """Until verl's `CheckpointHandler` on rank 0 has named the step."""
+    """Wait until verl's `CheckpointHandler` on rank 0 has named the step."""
     tracker, step = checkpoint.parent / "latest_checkpointed_iteration.txt", checkpoint.name.rpartition("_")[2]
     while not (tracker.exists() and tracker.read_text() == step):
         time.sleep(0.01)

@@ -1,6 +1,6 @@
-"""The sampler, with a record of what the trainer then computed: rewards and advantages of every batch, as JSON lines.
+"""A sampler that also records what the trainer then computes: rewards and advantages of every batch, as JSON lines.
 
-For tests, by `trainer.v1.sampler.custom_sampler.path`; the file is `sampler_kwargs.record_to`. Beside it is
+Tests set it by `trainer.v1.sampler.custom_sampler.path`; the file is `sampler_kwargs.record_to`. Next to it is
 `tokens.jsonl`, {key: [ids, log-probs]} of each batch, as the queue had the responses when the sampler chose them.
 """
 
@@ -15,7 +15,7 @@ from verl_ext.trainer.sampler import DapoReplayBuffer
 
 
 class RecordingReplayBuffer(DapoReplayBuffer):
-    """Wraps the function by which verl's trainer computes advantages, in the trainer's process."""
+    """Sampler that wraps the function by which verl's trainer computes advantages, in the trainer's process."""
 
     KEYS = DapoReplayBuffer.KEYS | {"record_to"}
 

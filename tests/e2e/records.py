@@ -1,4 +1,4 @@
-"""What the records of a run, and the viewer's page of a response, have to agree with: ledger, batches, and themselves.
+"""Check that a run's records and the viewer's page of a response agree with ledger, batches, and themselves.
 
 `run` is a `Run` of test_failures.py.
 """
@@ -24,7 +24,7 @@ from verl_ext.view.app import create_app
 
 
 def check_records(run: Any) -> None:
-    """The records agree with the ledger, with the batches that were trained on, and with themselves."""
+    """Check that the records agree with the ledger, with the batches that were trained on, and with themselves."""
     rows = {f"{row['uid']}_{row['session']}": row for row in run.trajectories()}
     ends = read_tally(run.out).ends
     assert {row["uid"]: row["outcome"] for row in rows.values()} == {uid: str(end) for uid, end in ends.items()}
@@ -63,8 +63,8 @@ def check_records(run: Any) -> None:
 
 
 def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict]]) -> None:
-    """Ids, log-probs and advantages in the records, and on the viewer's page of a response, are those of the batch that
-    the sampler has given to the trainer."""
+    """Check that ids, log-probs and advantages in the records, and on the viewer's page of a response, are those of the
+    batch that the sampler gave to the trainer."""
     seen: dict[str, list[list]] = {}
     for line in open(run.out / "tokens.jsonl"):
         seen |= {key.rpartition("_")[0]: values for key, values in json.loads(line).items()}
@@ -79,7 +79,7 @@ def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict
         for batch in run.batches()
         for key, advantage in zip(batch["keys"], batch["advantages"], strict=True)
     }
-    key = max(responses, key=lambda key: (len(rows[key]["calls"]), key))  # one with tokens that a tool wrote, if any
+    key = max(responses, key=lambda key: (len(rows[key]["calls"]), key))  # a response with tool tokens, if any
     row, (ids, log_probs) = rows[key], seen[key]
     client = TestClient(create_app([view.Run(run.out, "rl", 0)], 8400), base_url="http://127.0.0.1:8400")
     address = f"/run/0/step_{row['trained_step']:06d}/sample"
@@ -99,7 +99,7 @@ def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict
 async def check_click_path(
     run: Any, row: dict[str, Any], position: int, token: int, log_prob: float, advantage: float
 ) -> None:
-    """In a browser, from the curve to a token of a response, whose values are the batch's."""
+    """Click in a browser from the curve to a token of a response, whose values must be the batch's."""
     if chromium.PROGRAM is None:
         warnings.warn("No Chromium here, apt-get install chromium: no click leads to a token.", stacklevel=2)
         return

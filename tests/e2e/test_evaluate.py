@@ -1,4 +1,4 @@
-"""Evaluation with tools by the real commands: a checkpoint of two ranks is merged and evaluated by vLLM in process,
+"""Evaluate with tools by the real commands: a checkpoint of two ranks is merged and evaluated by vLLM in process,
 killed and resumed; then vLLM's OpenAI server serves the same weights. Greedy, so both must write the same samples."""
 
 import json
@@ -23,7 +23,7 @@ SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_e
 
 
 AGENT = "actor_rollout_ref.rollout.agent"
-OLD_NAMES = [  # verl_ext/moved.py: as the saved config of a run of before has them
+OLD_NAMES = [  # verl_ext/moved.py: names in the saved config of an older run
     f"{AGENT}.agent_loop_config_path=verl_ext/agent_loop/agent_loops.yaml",
     f"{AGENT}.agent_loop_manager_class=verl_ext.agent_loop.manager.InServerAgentLoopManager",
     "trainer.v1.sampler.custom_sampler.path=pkg://verl_ext.replay_buffer",
@@ -38,7 +38,7 @@ def arguments(small: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an SFT run on two ranks, without what the pipeline merged."""
+    """Make the folder of an SFT run on two ranks, without the weights that the pipeline merged."""
     copy = tmp_path_factory.mktemp("evaluate") / "sft"
     shutil.copytree(small / "sft", copy, ignore=shutil.ignore_patterns("merged*", "*.log", "optim_*"))
     assert (copy / "global_step_30" / "model_world_size_2_rank_1.pt").is_file()
@@ -47,11 +47,11 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(python: str, run: Path, arguments: list[str]) -> Path:
-    """An evaluation of that checkpoint: SIGKILL among its samples, then the same command again, by the warm Python."""
+    """Evaluate that checkpoint: SIGKILL among its samples, then the same command again, by the warm Python."""
     out, log = run / "evaluation" / "global_step_30", run / "evaluation.log"
     command = ["bash", str(REPO / "scripts" / "merge_and_eval.sh"), str(run), *arguments]
     environment = os.environ | {"PYTHON": sys.executable}
-    for _ in range(3):  # the command may be through before its third sample is seen
+    for _ in range(3):  # the command may finish before its third sample is seen
         shutil.rmtree(out, ignore_errors=True)
         with open(log, "wb") as sink:
             first = subprocess.Popen(
@@ -79,7 +79,7 @@ def resumed(python: str, run: Path, arguments: list[str]) -> Path:
 
 
 def rows_of(folder: Path) -> dict[str, dict]:
-    """Whole rows by uid."""
+    """Read whole rows by uid."""
     file = folder / "samples.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return {row["uid"]: row for row in (json.loads(line) for line in lines if line.endswith("\n"))}
@@ -111,7 +111,7 @@ def test_another_setting_is_refused_before_anything_starts(
 
 
 def evaluate_served(python: str, url: str, out: Path, *arguments: str) -> dict:
-    """The result of the evaluation of what a server serves."""
+    """Evaluate what a server serves, and return the result."""
     command = [python, "-m", "verl_ext.evaluate", "--server", url, "--config", "tiny_dapo", *arguments]
     done = subprocess.run([*command, "--out", str(out)], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -141,7 +141,7 @@ def test_vllms_server_gives_the_same_greedy_samples(
 def test_sampled_responses_run_their_code_in_the_sandbox(
     python: str, vllm: str, arguments: list[str], tmp_path: Path
 ) -> None:
-    """At temperature 1 a model after 30 steps of SFT writes whole calls, most of them wrong."""
+    """Sample at temperature 1: a model after 30 steps of SFT writes whole calls, most of them wrong."""
     result = evaluate_served(python, vllm, tmp_path, *arguments, "--temperature", "1", "--n", "8", "--no-seeds")
     rows = rows_of(tmp_path).values()
     assert len(rows) == 8 * PROBLEMS

@@ -1,7 +1,7 @@
-"""RL in the real stack (vLLM, TransferQueue, sandbox server) while the sandbox or the model misbehaves.
+"""Run RL in the real stack (vLLM, TransferQueue, sandbox server) while the sandbox or the model misbehaves.
 
 The model has had 30 steps of SFT: it calls the interpreter in one response of six, mostly wrongly, and answers nothing
-right. So its rewards are drawn at random, which gives groups something to learn from.
+right. Its rewards are therefore drawn at random, which gives groups something to learn from.
 """
 
 import json
@@ -70,7 +70,7 @@ class Run:
             time.sleep(0.02)
 
     def wait_for_failures(self, timeout_s: float = 120) -> None:
-        """Until rollouts have been given up."""
+        """Wait until rollouts have been given up."""
         deadline = time.time() + timeout_s
         while b"a tool failed: " not in self.log.read_bytes():
             assert self.process.poll() is None and time.time() < deadline, self.log.read_text(errors="replace")[-4000:]
@@ -94,7 +94,7 @@ class Run:
 
 
 def check_advantages(run: Run, sizes: set[int] = frozenset({N})) -> None:
-    """Every batch has whole groups, without failed rollouts; its advantages are those of the valid ones alone."""
+    """Check that every batch has whole groups without failed rollouts, and advantages of the valid rollouts only."""
     failed = {f"{t['uid']}_{t['session']}" for t in run.trajectories() if t["end_reason"] in FAILURES}
     unequal, found = 0, set()
     for batch in run.batches():
@@ -114,7 +114,7 @@ def check_advantages(run: Run, sizes: set[int] = frozenset({N})) -> None:
 
 
 def check_shares_of_ends(run: Run) -> None:
-    """A step of an asynchronous mode has no shares where every rollout ended before the batch of the step before."""
+    """Check the shares. An asynchronous step has none if every rollout ended before the batch of the previous step."""
     shares = [[v for name, v in data.items() if name.startswith("finish/")] for _, data in run.metrics()]
     assert shares[0] and all(sum(each) == pytest.approx(1.0) for each in shares if each)
 
@@ -181,9 +181,9 @@ def test_a_sandbox_that_is_killed_in_mid_step_costs_only_the_rollouts_that_neede
 
 @contextmanager
 def faulty(url: str, rng: random.Random) -> Iterator[tuple[str, Counter]]:
-    """A server before the sandbox that answers 503, or cuts the connection, at once or late; counts what it did.
+    """Serve in front of the sandbox: answer 503, or cut the connection, at once or late, and count these faults.
 
-    One that never answers costs the client's time-out, 28 s: tests/unit/sandbox/test_client.py has it.
+    A server that never answers costs the client's time-out, 28 s: tests/unit/sandbox/test_client.py tests that.
     """
     done: Counter = Counter()
     closing = threading.Event()
@@ -247,7 +247,7 @@ def test_a_sandbox_that_fails_at_random_is_tried_again(small: Path, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def hermes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `small`, with a model that has had 60 steps of SFT on hermes calls: most of them are broken JSON."""
+    """Make a folder like `small`, with a model after 60 steps of SFT on hermes calls: most of them are broken JSON."""
     out = tmp_path_factory.mktemp("hermes")
     sft = ("trainer.total_training_steps=60", "data.retool.protocol=hermes", "data.max_length=512")
     stages = ("--stage=data", "--stage=sft", "--stage=merge")
@@ -269,7 +269,7 @@ def test_a_model_that_writes_malformed_hermes_calls_is_told(hermes_model: Path, 
 
 
 def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path, tmp_path: Path) -> None:
-    """Groups of 6, and of 8 for prompts of step 2 on; equal ones are replaced; two light validations and a full one."""
+    """Groups have 6 samples, and 8 from step 2 on; equal ones are replaced; two validations are light and one full."""
     overrides = (
         "objective=cispo",
         "trainer.v1.trainer_mode=colocate_async",
@@ -292,8 +292,8 @@ def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path
 
 
 def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, tmp_path: Path) -> None:
-    """verl's mode `separate_async`, two mini-batches a step; weights go through shared memory. Groups of 6, not of 8; a
-    light validation while prompts of the next step are being answered, and a full one at the end.
+    """verl's mode `separate_async` runs with two mini-batches per step; weights go through shared memory. Groups have 6
+    samples, not 8; a light validation runs while prompts of the next step are answered, and a full one at the end.
     """
     with running_server() as url, faulty(url, random.Random(2)) as (faulty_url, _):
         overrides = (
@@ -320,18 +320,18 @@ def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, t
     failed = [t for t in trajectories if t["end_reason"] == "sandbox_failure"]
     assert run.total("failure/sandbox_failure") <= len(failed)  # some may end when the last batch has been taken
     for data in metrics.values():
-        assert data["failure/aborted"] == 0  # what a weight sync interrupts goes on
+        assert data["failure/aborted"] == 0  # what a weight sync interrupts continues
         assert 0 <= data["actor/clipped_low"] <= data["actor/pg_clipfrac"] < 1  # shares, and of both mini-batches
         assert not any(name.startswith("actor/sum/") for name in data)
     check_shares_of_ends(run)
-    deadline = time.time() + 60  # a test beside this one has weights there for moments
+    deadline = time.time() + 60  # a test in parallel may have weights there for moments
     while left := list(Path("/dev/shm").glob("retool_weights_*")):
         assert time.time() < deadline, left
         time.sleep(0.1)
 
 
 def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: Path) -> None:
-    """No call is answered, and early stop would end the run at the second validation: nothing gets better.
+    """No call is answered, and early stop would end the run at the second validation, because nothing gets better.
 
     The model calls the interpreter in one response of six, so that its share of failed samples is small.
     """
@@ -343,7 +343,7 @@ def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: P
         *("retool.validation.retries=1", "retool.validation.max_failed_share=0.02"),
     )
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        closed.bind(("127.0.0.1", 0))  # nobody listens on this port
         run = Run(tmp_path / "rl", small, f"http://127.0.0.1:{closed.getsockname()[1]}", *overrides, steps=1).finish()
     metrics = dict(run.metrics())
     assert sorted(metrics) == [0, 1]
@@ -357,7 +357,7 @@ def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: P
     assert metrics[1]["failure/run_share_sandbox_failure"] > 0
     assert ("sandbox_failure kept" in log) >= (metrics[1]["failure/share_sandbox_failure"] > 0.05)
 
-    with running_server() as url:  # the same run goes on with a sandbox: its validations count, and stop it
+    with running_server() as url:  # the same run continues with a sandbox: its validations count, and stop it
         run = Run(tmp_path / "rl", small, url, *overrides[:-1], steps=9).finish()
     later = dict(run.metrics())
     assert max(later) == 2  # validated at 1, where it was resumed, and at 2, without progress
@@ -366,7 +366,7 @@ def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: P
 
 
 def test_a_batch_of_fillers_trains_nothing(small: Path, tmp_path: Path) -> None:
-    """All answers are right, by decree; length penalties alone make the rewards differ."""
+    """All answers are right, by decree; only length penalties make the rewards differ."""
     overrides = (
         "++reward.reward_kwargs.random_reward_p=1.0",
         "++reward.reward_kwargs.length_penalty=[[10,0],[90,-0.5]]",
@@ -380,7 +380,7 @@ def test_a_batch_of_fillers_trains_nothing(small: Path, tmp_path: Path) -> None:
 
 
 def test_surplus_groups_of_a_step_are_trained_on_in_the_next(small: Path, tmp_path: Path) -> None:
-    """One reward of ten is right: 43% of the groups of 8 are all wrong, so that more are sampled than are needed."""
+    """One reward in ten is right: 43% of the groups of 8 are all wrong, so more are sampled than are needed."""
     overrides = (
         "++reward.reward_kwargs.random_reward_p=0.1",
         "trainer.v1.sampler.sampler_kwargs.keep_surplus=true",

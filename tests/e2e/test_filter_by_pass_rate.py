@@ -1,4 +1,4 @@
-"""scripts/filter_by_pass_rate.py --generate, with the tiny launcher's real rollouts."""
+"""Run scripts/filter_by_pass_rate.py --generate with the tiny launcher's real rollouts."""
 
 import json
 import os

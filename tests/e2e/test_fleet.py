@@ -1,6 +1,6 @@
-"""Real vLLM servers behind `retool.fleet.routing=ring`: by verl's own managers, without a trainer, and in a run.
+"""Test real vLLM servers behind `retool.fleet.routing=ring`: with verl's managers but no trainer, and in a run.
 
-Two serve; another one joins while requests run, and one of the first leaves.
+Two servers start; another one joins while requests run, and one of the first leaves.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ TOKENS = 600  # of a request that runs while servers come and go
 
 @pytest.fixture(scope="module")
 def fleet(python: str, models: tuple) -> SimpleNamespace:
-    """Two servers with weights of version 0: `servers` and `checkpoints` are verl's managers, `config` the run's."""
+    """Start two servers with weights of version 0; return verl's managers `servers` and `checkpoints`, and `config`."""
     import verl  # noqa: F401
     from verl.checkpoint_engine.base import CheckpointEngineManager
     from verl.utils.config import omega_conf_to_dataclass
@@ -68,7 +68,7 @@ def tokens(seed: str, number: int) -> list[int]:
 
 
 async def cached_share(client: Any, name: str) -> float:
-    """Of the prompt tokens of rollouts of several turns: the share that came from a server's prefix cache."""
+    """Return the share of prompt tokens, in rollouts of several turns, that came from a server's prefix cache."""
 
     async def roll_out(number: int) -> tuple[int, int]:
         rollout = f"{name} {number}"

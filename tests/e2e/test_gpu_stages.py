@@ -1,4 +1,4 @@
-"""Stages of the GPU acceptance that start verl, in small on a CPU; tests/unit/test_gpu_acceptance.py has the others."""
+"""Test the GPU acceptance's stages that start verl, on a CPU; tests/unit/test_gpu_acceptance.py has the others."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The judge's protocol against a real vLLM server, whose tiny model has learnt another task.
+"""Test the judge's protocol against a real vLLM server, whose tiny model has learnt another task.
 
 A server that is too slow for the judge: tests/unit/reward/verifiers/test_judge.py.
 """

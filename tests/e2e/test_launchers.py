@@ -1,4 +1,4 @@
-"""The launchers of the large runs, on a CPU with the tiny model: their own code path with small sizes."""
+"""Test the launchers of the large runs on a CPU with the tiny model: their own code path with small sizes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_sft(small: Path, python: str, tmp_path: Path) -> None:
-    """Two ranks that share each sequence (Ulysses), six steps."""
+    """Two ranks share each sequence (Ulysses) for six steps."""
     log = tmp_path / "log"
     process = launch(
         "run_qwen2-32b_sft.sh",
@@ -37,7 +37,7 @@ def test_sft(small: Path, python: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "out" / "global_step_6"
     written = sum(path.stat().st_size for kind in ("model", "optim") for path in checkpoint.glob(f"{kind}_*.pt"))
     shape = read_shape(str(small / "model"))
-    # 4 bytes of a weight and 8 of Adam's moments, as the doctor estimates; the files' own form takes some kilobytes
+    # 4 bytes of a weight and 8 of Adam's moments, as the doctor estimates; the file format takes some kilobytes
     assert 12 * shape.parameters < written < 12 * shape.parameters + 500_000
 
 
@@ -65,8 +65,8 @@ def run_rl(run: str, *overrides: str, small: Path, out: Path, python: str) -> li
 
 @pytest.mark.parametrize("run", ["qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])  # qwen2-32b_dapo: test_two_nodes.py
 def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
-    """Two steps, with validation before and after; the published form with hermes' tool calls, the 0.6B with sdpa."""
-    # One run imports in every process, as a user's does; the others have the imports at hand.
+    """Two steps run, with validation before and after; the published form has hermes' tool calls, the 0.6B sdpa."""
+    # One run imports in every process, as a user's does; the others fork from one with the imports.
     python = sys.executable if run == "qwen2-32b_dapo_published" else python
     hardware = "[cpu_tiny,no_flash_attn]" if run == "qwen3-0.6b_dapo" else "cpu_tiny"
     out = tmp_path / "out"
@@ -79,7 +79,7 @@ def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
 
 
 def test_rl_with_servers_on_separate_gpus(small: Path, python: str, tmp_path: Path) -> None:
-    """The preset gpu_separate with two pretended GPUs; only the transfer of weights is the CPU's."""
+    """The preset gpu_separate runs with two pretended GPUs; only the transfer of weights is the CPU's."""
     engine = "actor_rollout_ref.rollout.checkpoint_engine"
     steps = run_rl(
         "qwen2-7b_dapo",

@@ -1,4 +1,4 @@
-"""LoRA by its launchers on a CPU: SFT goes on after a stop and is merged, RL starts from it with adapters in vLLM."""
+"""Test LoRA's launchers on a CPU: SFT continues after a stop and is merged; RL starts from it with adapters in vLLM."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 
 
 def adapter(checkpoint: Checkpoint) -> torch.Tensor:
-    """lora_alpha / lora_rank B A of a layer, where both are 32."""
+    """Return lora_alpha / lora_rank B A of a layer; both are 32."""
     shards = [torch.load(path, weights_only=False) for path in sorted(checkpoint.shards.glob("model_*.pt"))]
     a, b = (
         torch.cat([shard[f"base_model.model.{LAYER}.lora_{name}.default.weight"].to_local() for shard in shards])
@@ -30,7 +30,7 @@ def adapter(checkpoint: Checkpoint) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def sft(small: Path, python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Merged weights after three steps of SFT on two ranks that share a sequence, and three more by a second start."""
+    """Make merged weights after three steps of SFT on two ranks that share a sequence, and three by a second start."""
     out = tmp_path_factory.mktemp("lora") / "sft"
     for last in (3, 6):
         process = launch(
@@ -61,14 +61,14 @@ def sft(small: Path, python: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_rl_samples_with_the_adapters_that_it_trains(small: Path, sft: Path, python: str, tmp_path: Path) -> None:
-    """The log-probs of vLLM are the actor's, in the second step, too; the 4B's run, with hermes' tool calls."""
+    """vLLM's log-probs are the actor's, also in the second step; this is the 4B's run, with hermes' tool calls."""
     out, log = tmp_path / "out", tmp_path / "log"
     with running_server(options=("--preload", "")) as url:
         process = launch(
             "run_qwen3-4b_lora_dapo.sh",
             log,
             "+hardware=cpu_tiny",
-            "algorithm.filter_groups.enable=false",  # groups of wrong answers train, too: their length penalties differ
+            "algorithm.filter_groups.enable=false",  # groups of wrong answers also train: their length penalties differ
             "actor_rollout_ref.actor.optim.lr=0.03",
             MODEL_PATH=str(sft),
             TRAIN_FILE=str(small / "data" / "rl_train.parquet"),

@@ -1,4 +1,4 @@
-"""One RL run of the tiny model in the real stack with all named options on; each leaves its trace in what it writes."""
+"""Run RL on the tiny model in the real stack with all named options on; each leaves a trace in what the run writes."""
 
 import json
 import socketserver
@@ -25,7 +25,7 @@ OVERRIDES = [
     *("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=8"),
     "trainer.val_before_train=true",
     *("trainer.logger=[console,file,tensorboard,wandb]", "trainer.log_val_generations=3"),
-    "++reward.reward_kwargs.random_reward_p=0.5",  # so small a model solves nothing, and equal groups teach nothing
+    "++reward.reward_kwargs.random_reward_p=0.5",  # such a small model solves nothing, and equal groups teach nothing
     f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/recording_sampler.py",
     "trainer.v1.sampler.custom_sampler.name=RecordingReplayBuffer",
     "++reward.reward_kwargs.length_penalty=[[10,0],[50,-0.5]]",
@@ -40,7 +40,7 @@ OVERRIDES = [
     *("actor_rollout_ref.actor.optim.lr_warmup_steps=2", "actor_rollout_ref.actor.optim.min_lr_ratio=0.1"),
     *("actor_rollout_ref.actor.optim.lr_decay_steps_ratio=0.75", "actor_rollout_ref.actor.optim.lr_decay_type=linear"),
 ]
-# What the runs of the asynchronous modes (test_failures.py) have of them.
+# The options that the runs of the asynchronous modes have (test_failures.py).
 EVERY_MODES = (
     *("retool.adaptive_n.enable=true", "trainer.test_freq=1", "retool.light_validation.enable=true"),
     *("retool.light_validation.problems=4", "retool.light_validation.n=2"),
@@ -50,7 +50,7 @@ FULL, LIGHT = {0, 3, 6}, {1, 2, 4}  # steps: every step, then even ones, and mul
 
 @contextmanager
 def counted_connections() -> Iterator[tuple[str, list[str]]]:
-    """(URL of a server on loopback that answers nothing, the addresses of its callers so far)."""
+    """Yield (URL of a server on loopback that answers nothing, the addresses of its callers so far)."""
     callers: list[str] = []
 
     class Handler(socketserver.BaseRequestHandler):
@@ -64,7 +64,7 @@ def counted_connections() -> Iterator[tuple[str, list[str]]]:
 
 
 def check_every_modes(out: Path, steps: int) -> None:
-    """Pass rates of each step, and validations that are light but for the last one."""
+    """Check the pass rates of each step, and that all validations except the last one are light."""
     rates = [json.loads(line) for line in (out / "pass_rates.jsonl").read_text().splitlines()]
     assert [record["step"] for record in rates] == [*range(1, steps + 1)] and any(record["rates"] for record in rates)
     for step, data in read_metrics(out):
@@ -74,7 +74,7 @@ def check_every_modes(out: Path, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run, which was started twice with the same command."""
+    """Make the folder of the run, which is started twice with the same command."""
     folder = tmp_path_factory.mktemp("options")
     data, out = folder / "data", folder / "run"
     data.mkdir()
@@ -166,7 +166,7 @@ def test_the_run_stops_early_with_a_checkpoint_and_stays_stopped(run: Path) -> N
 
 
 def test_the_learning_rate_warms_up_stays_and_decays(run: Path) -> None:
-    """verl logs the rate of the next step. 2 steps of warm-up from 10%; 9 of decay to 10%, from step 3 on: 10% each."""
+    """verl logs the next step's rate: 2 steps of warm-up from 10%, then 9 of decay to 10% from step 3 on, 10% each."""
     rates = [data["actor/lr"] for _, data in read_metrics(run, lambda data: "actor/lr" in data)]
     assert rates == pytest.approx([LR * rate for rate in (0.55, 1, 1, 0.9, 0.8, 0.7)])
 
@@ -193,7 +193,7 @@ def test_tensorboard_and_offline_wandb_hold_what_the_file_logger_has(run: Path) 
 
 
 def test_validation_generations_are_in_tensorboard_and_in_offline_wandb(run: Path) -> None:
-    """Three of each validation, light ones too; the console and the file logger have no place for them."""
+    """Three are logged per validation, also per light one; the console and the file logger have no place for them."""
     _, texts = read_tensorboard(run / "tensorboard")
     assert set(texts) == FULL | LIGHT
     for step in FULL:

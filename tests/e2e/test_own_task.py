@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials/own-task.md as the page has them, except their folder, the sandbox and Python."""
+"""Run the commands of docs/tutorials/own-task.md as the page has them, except their folder, the sandbox and Python."""
 
 import os
 import re

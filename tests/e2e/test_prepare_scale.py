@@ -1,8 +1,8 @@
-"""DAPO-Math-17k at its published size, 1,791,700 rows: time and memory of data/prepare_dapo_math_17k.py.
+"""Measure data/prepare_dapo_math_17k.py at the published size of 1,791,700 rows: its time and memory.
 
 `RETOOL_FULL_SCALE=1 pytest -m slow -s tests/e2e/test_prepare_scale.py` prints both: on 2 cores 128 s and 1.9 GB, and
-for as many rows that are all different 252 s and 3.0 GB. Without the variable, as in CI, a fortieth of the rows. They
-are generated: numbered problems of the length that the real ones have, in the published columns with the published
+for as many rows that are all different 252 s and 3.0 GB. Without the variable, as in CI, the test takes a fortieth of
+the rows. They are generated: numbered problems as long as the real ones, in the published columns with the published
 instructions.
 """
 
@@ -28,7 +28,7 @@ BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def problem(number: int) -> str:
-    """About 260 characters, as long as the real problems are on average, all different."""
+    """Make a problem of about 260 characters, as long as the real ones are on average; all are different."""
     rng = random.Random(number)
     names = rng.sample(["triangle", "circle", "sequence", "polynomial", "lattice", "graph", "function", "matrix"], 4)
     facts = ". ".join(f"The {name} has $\\frac{{{rng.randrange(999)}}}{{x_{{{i}}}}}$" for i, name in enumerate(names))

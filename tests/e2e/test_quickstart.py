@@ -1,4 +1,4 @@
-"""The main job itself, small: the same command as `scripts/quickstart.sh` after the install, with few rows and
+"""Test the main job itself: the command that `scripts/quickstart.sh` runs after the install, with few rows and
 steps."""
 
 import contextlib
@@ -34,13 +34,13 @@ OVERRIDES = [
     "--rl=+reward.reward_kwargs.random_reward_p=0.5",
     "--rl=actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # with a warm-up step 1 has learning rate 0
     *("--rl=retool.record_batches.enable=true", "--rl=retool.record_batches.every=2"),
-    # The trainer's own old log-probs, so that they can be compared with vLLM's; and all of vLLM's, to redo them.
+    # The trainer's own old log-probs, to compare with vLLM's; and all of vLLM's, to recompute them.
     *("--rl=algorithm.rollout_correction.bypass_mode=false", "--rl=retool.recorder.token_share=1"),
 ]
 
 
 def traces() -> set[str]:
-    """What a run could leave on this machine: processes, shared memory, sockets, temporary folders."""
+    """List what a run could leave on this machine: processes, shared memory, sockets, temporary folders."""
     processes = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -58,7 +58,7 @@ def traces() -> set[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str], set[str]]:
-    """A whole small quickstart: its folder, its output, and the machine's traces before and after."""
+    """Run a whole small quickstart; return its folder, its output, and the machine's traces before and after."""
     out = tmp_path_factory.mktemp("quickstart")
     before = traces()
     output = pipeline(out, *OVERRIDES, **OWN_SERVER)
@@ -97,7 +97,7 @@ def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:
 
 
 def test_rollout_and_actor_agree_after_an_update(run: tuple) -> None:
-    """Step 2 rolls out with the weights of step 1's update, and not with SFT's: the sync to vLLM is real."""
+    """Step 2 rolls out with the weights of step 1's update, not with SFT's: the sync to vLLM is real."""
     steps = dict(read_metrics(run[0] / "rl", lambda data: "actor/grad_norm" in data))
     assert steps[2]["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert steps[2]["training/rollout_probs_diff_mean"] < 1e-3
@@ -123,7 +123,7 @@ def test_the_records_have_the_trainers_time(run: tuple) -> None:
 
 
 def test_a_recorded_batch_has_the_policies_around_its_updates_and_goes_through_the_lab(run: tuple) -> None:
-    """The trainer's log-probs before step 2 are those of step 1's checkpoint, and after it those of its own."""
+    """The trainer's log-probs before step 2 are those of step 1's checkpoint, and after it those of step 2's."""
     rl, sft = run[0] / "rl", run[0] / "sft" / "merged"
     recorded, rows = read_batch(rl, 2), recorded_responses(rl, sft, 2)
     by_noted = {tuple(row["rollout_log_prob"][row["mask"]].tolist()): row for row in rows}
@@ -137,7 +137,7 @@ def test_a_recorded_batch_has_the_policies_around_its_updates_and_goes_through_t
     printed = subprocess.run(command, cwd=REPO, env=os.environ | OWN_SERVER, capture_output=True, text=True, check=True)
     assert "Step 2: 16 responses of 4 prompts" in printed.stdout and "tir_otb" in printed.stdout
     places = json.loads((rl / "correction_lab" / "step_2.json").read_text())
-    assert places["start"]["presets"]["dapo"]["clipped_low"] == 0  # where the policy is the old one
+    assert places["start"]["presets"]["dapo"]["clipped_low"] == 0  # here the policy is the old one
 
 
 def test_merged_weights_are_the_checkpoint_s(run: tuple) -> None:

@@ -1,4 +1,4 @@
-"""The rate limit holds over processes."""
+"""Test that the rate limit holds across processes."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def cluster() -> Iterator[None]:
 
 
 class Worker:
-    """Stands for an agent-loop worker."""
+    """Stand-in for an agent-loop worker."""
 
     def __init__(self) -> None:
         self.limit = RateLimit(per_s=5)
@@ -37,6 +37,6 @@ def test_processes_share_the_limit(cluster: None) -> None:
     ray.get([worker.acquire.remote(0) for worker in workers])  # both have started
     times = sorted(sum(ray.get([worker.acquire.remote(10) for worker in workers]), []))
     # 20 requests at 5 a second, after a burst of 5: the 6th waits 0.2 s, the last 15 x 0.2 s.
-    # The first answer may come late; two limits of their own would let the last through after 1 s, the 15th after .6.
+    # The first answer may come late; two separate limits would let the last through after 1 s, the 15th after .6.
     assert 2 < times[-1] - times[0] < 30
     assert times[14] - times[0] > 1

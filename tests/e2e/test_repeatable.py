@@ -1,4 +1,4 @@
-"""`+repeatable=cpu`: two runs of the real stack with one seed have equal metrics."""
+"""Test that with `+repeatable=cpu` two runs of the real stack with the same seed have equal metrics."""
 
 import importlib.util
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def compare() -> ModuleType:
 
 
 def rollouts(out: Path) -> list[tuple]:
-    """What the model and the tools wrote, and what it earned."""
+    """Return what the model and the tools wrote, and the reward."""
     return sorted(
         (r["uid"], r["session"], r["prompt"], repr([turn["text"] for turn in r["turns"]]), r["score"])
         for r in store.rows(out)
@@ -65,14 +65,14 @@ def rollouts(out: Path) -> list[tuple]:
 
 
 def test_two_runs_with_one_seed_are_equal(start: Callable[..., Path], compare: ModuleType) -> None:
-    """That another seed gives others: tests/unit/rollout/test_loop.py, tests/unit/trainer/test_repeatable.py."""
+    """tests/unit/rollout/test_loop.py and tests/unit/trainer/test_repeatable.py check that another seed differs."""
     first = start("first")
     second = start("second", **OWN_SERVER)  # another server: another seed of hashes
     metrics = compare.read_run(first)
     assert sorted(metrics) == [1, 2, 3]
     assert compare.differences(metrics, compare.read_run(second)) == []
     assert rollouts(first) == rollouts(second)
-    # Equal because nothing happened would show nothing: it learned, from groups of which some were replaced.
+    # If nothing happened, equality would show nothing: the run did learn, and some of its groups were replaced.
     assert all(data["actor/grad_norm"] > 0 for data in metrics.values())
     assert sum(data["filter_groups/generated"] for data in metrics.values()) > 3 * 4
     assert any(name.startswith("val-core/") for name in metrics[3])

@@ -1,6 +1,6 @@
-"""A run that was killed goes on when the same command is started again.
+"""Test that a killed run continues when the same command is started again.
 
-Each case is a chain: a run is killed at one moment, started again, killed at the next, and at last runs to its end.
+Each case is a chain: a run is killed at one moment, started again, killed at the next, and finally runs to its end.
 `RETOOL_RESUME_MATRIX=1 pytest -m slow tests/e2e/test_resume.py` runs them all; CI a chosen few.
 """
 
@@ -39,10 +39,10 @@ SFT = [
     "retool.checkpoints.keep_last=1",
     "retool.checkpoints.best_metric=val/loss",
     "retool.checkpoints.best_mode=max",  # the highest loss is that of step 4, of the first start: it must stay
-    "data.custom_cls.path=pkg://verl_ext.sft_dataset",  # an old name, as in the YAMLs of before
+    "data.custom_cls.path=pkg://verl_ext.sft_dataset",  # an old name, as in older YAMLs
 ]
 AGENT = "actor_rollout_ref.rollout.agent"
-OLD_NAMES = [  # verl_ext/moved.py: a run of before goes on
+OLD_NAMES = [  # verl_ext/moved.py: an older run continues
     f"{AGENT}.agent_loop_config_path=verl_ext/agent_loop/agent_loops.yaml",
     f"{AGENT}.agent_loop_manager_class=verl_ext.agent_loop.manager.InServerAgentLoopManager",
     "trainer.v1.sampler.custom_sampler.path=pkg://verl_ext.replay_buffer",
@@ -52,7 +52,7 @@ RL = [
     "trainer.save_freq=2",
     "retool.checkpoints.keep_last=null",
     "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # 2 updates a step
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # 2 updates per step
     "actor_rollout_ref.rollout.n=4",
     "algorithm.filter_groups.max_num_gen_batches=1",
 ]
@@ -70,10 +70,10 @@ MODES = {
     "sync, epochs of 2 steps": ["data.train_max_samples=8"],
 }
 
-# What another machine needs of a run's folder, beside the newest checkpoint (docs/guides/resume.md).
+# Files of a run's folder that another machine needs besides the newest checkpoint (docs/guides/resume.md).
 MOVED_FILES = [checkpoints.TRACKER, "*.jsonl"]
 
-# For each start that is killed: `<moment>:<n>` of moments.py, and the step of the checkpoint that the next one resumes.
+# For each start that is killed: `<moment>:<n>` of moments.py, and the checkpoint's step from which the next resumes.
 Kills = list[tuple[str, int]]
 SFT_KILLS: Kills = [("update:6", 4), ("data:1", 4), ("shard:2", 8), ("update:2", 8)]
 RL_KILLS: list[Kills] = [[("rollout:3", 2), ("update:2", 2)], [("shard:2", 2), ("data:1", 2)]]
@@ -105,7 +105,7 @@ CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
 
 @dataclass
 class Run:
-    """A run's folder, and how it is started."""
+    """A run's folder, and the way it is started."""
 
     kind: str  # sft, or one of MODES
     out: Path
@@ -133,9 +133,9 @@ class Run:
         return self.out / "log.txt"
 
     def kill_at(self, moment: str, *overrides: str) -> None:
-        """Start it, and SIGKILL all its processes when it is at the moment."""
+        """Start the run, and SIGKILL all its processes when it reaches the moment."""
         environment, stopped = stop_at(moment, self.out)
-        process = self.start(*overrides, **environment, **OWN_SERVER)  # whose forks are killed with it
+        process = self.start(*overrides, **environment, **OWN_SERVER)  # its forks are killed with it
         try:
             deadline = time.time() + 600
             while not stopped.exists():
@@ -150,7 +150,7 @@ class Run:
         self.note_steps()
 
     def move(self, step: int) -> None:
-        """Go on in another folder, with another home and copies of model and data; the old ones are gone."""
+        """Continue in another folder, with another home and copies of model and data; the old ones are gone."""
         there = self.out.parent / "there"
         for old, new in ((self.small / "data", "data"), (self.small / "sft" / "merged", "sft/merged")):
             shutil.copytree(old, there / new)
@@ -171,7 +171,7 @@ class Run:
         return self.log.read_text(errors="replace")[-4000:]
 
     def go_through(self, kills: Kills, mode: str) -> None:
-        """Kill it at each moment and start it again, then let it end; each start must begin where it should."""
+        """Kill the run at each moment and restart it, then let it end; each start must begin at the right step."""
         overrides: list[str] = []
         for moment, step in kills:
             self.kill_at(moment, *overrides)
@@ -193,7 +193,7 @@ def losses(run: Run) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Step -> loss of the SFT run that nothing kills."""
+    """Return step -> loss of the SFT run that nothing kills."""
     run = Run("sft", tmp_path_factory.mktemp("whole"), small)
     run.finish()
     return losses(run)
@@ -211,7 +211,7 @@ def test_sft_has_the_losses_of_an_uninterrupted_run(
 
 
 def optimizer_steps(checkpoint: Path) -> set[float]:
-    """How many updates Adam counts in a checkpoint's first shard."""
+    """Return the numbers of updates that Adam counts in a checkpoint's first shard."""
     import torch
 
     state = torch.load(next(checkpoint.rglob("optim_world_size_*_rank_0.pt")), weights_only=False)["state"]
@@ -258,8 +258,8 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
     ],
 )
 def test_a_process_of_the_agent_loops_that_is_gone_ends_the_run(small: Path, tmp_path: Path, mode: str, name: str):
-    """In the tiny run they are in the server's process, or in an actor's. Otherwise the run would wait for ever: its
-    rollouts wait for the sandbox when the process is killed.
+    """The tiny run's agent loops are in the server's process, or in an actor's. If their death did not end the run, it
+    would wait forever: its rollouts wait for the sandbox when the process is killed.
     """
     out, waits, killed = tmp_path / "rl", threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""`pip install .` in a bare environment gives the sandbox, server and client, and nothing of training.
+"""Test that `pip install .` in a bare environment gives the sandbox, server and client, and nothing of training.
 
 The packages come from the index that pip is configured with.
 """

@@ -1,4 +1,4 @@
-"""A sandbox that breaks under load: every request gets its own answer or a clear failure, and the client recovers."""
+"""Break a sandbox under load: every request gets its own answer or a clear failure, and the client recovers."""
 
 import asyncio
 import random
@@ -31,7 +31,7 @@ def server() -> Iterator[Server]:
 
 @asynccontextmanager
 async def load(client: SandboxClient, answered: Counter | None = None) -> AsyncIterator[Counter]:
-    """CLIENTS tasks that send programs for the length of the block; counts the statuses of the answers.
+    """Let CLIENTS tasks send programs for the length of the block, and count the statuses of the answers.
 
     Args:
         answered: counts the answers of each task, if given.
@@ -71,14 +71,14 @@ async def test_killed_processes_cost_no_answer(server: Server, which: str) -> No
     answered: Counter[int] = Counter()
     async with load(client, answered) as statuses:
         for _ in range(5):
-            # A program that is lost twice is blamed: what the last kill cost is answered before the next kill.
+            # A program that is lost twice is blamed: so programs that a kill lost are answered before the next kill.
             await an_answer_to_each(answered)
-            zygote, *others = server.descendants()  # workers and their programs outlive a zygote, and would go on
+            zygote, *others = server.descendants()  # workers and their programs outlive a zygote, and would continue
             for victim in [zygote, *others] if which == "zygote" else random.sample(zygote.children(), 1):
                 with suppress(psutil.NoSuchProcess):
                     victim.kill()
         await more_answers(statuses, 100)
-    assert set(statuses) == {"ok"}, statuses  # what the dead were at was sent again
+    assert set(statuses) == {"ok"}, statuses  # what the dead were working on was sent again
     assert server.ping()["status"] == "ok"
     metrics = server.request("/metrics")[2].decode()
     restarts = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("sandbox_restarts_total"))
@@ -113,8 +113,8 @@ async def test_full_queue_answers_each_request_once_and_drains(server: Server) -
         statuses = Counter(await asyncio.gather(*(send(number) for number in range(100))))
         seconds = time.monotonic() - began
     assert set(statuses) == {200, 504}
-    assert statuses[200] <= 10 * seconds + 2  # two workers, each a program in 0.2 s at the least
-    # A client of ours gets all of them through the same server: it asks again.
+    assert statuses[200] <= 10 * seconds + 2  # two workers, each with at least 0.2 s per program
+    # Our client gets all of them through the same server, because it asks again.
     client = SandboxClient([server.url], max_concurrency=100, max_attempts=100, queue_timeout_s=60)
     results = await asyncio.gather(*(client.run(f"{body['code']}; print({i})", timeout_s=5) for i in range(40)))
     await client.aclose()
@@ -156,10 +156,10 @@ async def test_server_that_is_gone_is_told_in_bounded_time(server: Server) -> No
 
 @pytest.mark.parametrize("mode", ["load", "soak"])
 def test_stress(mode: str) -> None:
-    """The short form of what docs/evidence/speed.md has figures of, with a share of the work."""
+    """Run the short form of the tests behind the figures of docs/evidence/speed.md, with a share of the work."""
     options = {"load": ["--seconds", "10"], "soak": ["--requests", "2000"]}[mode]
     command = [sys.executable, "scripts/stress_sandbox.py", mode, *options]
-    for _ in range(3):  # a machine that stands still once makes the slowest answers slow
+    for _ in range(3):  # one pause of the machine makes the slowest answers slow
         run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         faults = [line for line in run.stdout.splitlines() if line.startswith("FAULT: ")]
         if len(faults) != 1 or "times p50" not in faults[0]:

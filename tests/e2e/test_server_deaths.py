@@ -1,8 +1,8 @@
-"""Real vLLM servers that die: kill -9 of an engine, SIGSTOP of another. Two in generation; of four, which
-`RETOOL_FLEET=1` runs, two while their rollouts wait for their tools, and two in updates of the weights.
+"""Kill real vLLM servers: kill -9 for one engine, SIGSTOP for another. Two die in generation; of the four that
+`RETOOL_FLEET=1` runs, two while their rollouts wait for their tools, and two during weight updates.
 
-verl's own servers, router and checkpoint engine; no trainer. All requests end with all their tokens, whose log-probs
-plain transformers redo in fp32.
+The servers, router and checkpoint engine are verl's; there is no trainer. All requests end with all their tokens, whose
+log-probs plain transformers recompute in fp32.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ PROMPTS = [[(7 * i + number) % 400 + 10 for i in range(20)] for number in range(
 
 @contextmanager
 def servers(folder: Path, number: int) -> Iterator[SimpleNamespace]:
-    """So many, watched, with version 0."""
+    """Start `number` watched servers with version 0."""
     from verl_ext.settings import compose_run
 
     limits = [f"retool.fleet.health.{name}={value}" for name, value in LIMITS.items()]
@@ -54,7 +54,7 @@ def servers(folder: Path, number: int) -> Iterator[SimpleNamespace]:
             *limits,
         ],
     )
-    # Real Pythons: a signal is to meet an engine, not the executable that stands for it. A replacement has only the
+    # Real Pythons: a signal must hit an engine, not the executable that stands for it. A replacement has only the
     # GPUs of the server that died.
     with cluster(sys.executable, config, num_gpus=number):
         with watched_fleet(config, folder, folder / f"run of {number}") as fleet:
@@ -62,7 +62,7 @@ def servers(folder: Path, number: int) -> Iterator[SimpleNamespace]:
 
 
 async def until_written(handles: list[Any], tokens: int) -> None:
-    """All requests run, some on every server, and have so many tokens each."""
+    """Wait until all requests run, some on every server, and have so many tokens each."""
     deadline = time.monotonic() + 60
     while True:
         counts = [await handle.__ray_call__.remote(written) for handle in handles]
@@ -73,7 +73,7 @@ async def until_written(handles: list[Any], tokens: int) -> None:
 
 
 async def ask(fleet: SimpleNamespace, rollout: str, prompt: list[int], tokens: int = TOKENS) -> tuple[Any, Any]:
-    """A turn of a rollout: its output, and its `Attempts`."""
+    """Run a turn of a rollout; return its output and its `Attempts`."""
     from verl_ext.rollout.weight_versions import noted_attempts
 
     with noted_attempts() as attempts:
@@ -82,7 +82,7 @@ async def ask(fleet: SimpleNamespace, rollout: str, prompt: list[int], tokens: i
 
 
 async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[tuple[int, int]]], list[float]]:
-    """All requests at once, and `hit(handles)` when every server has written a part of some.
+    """Send all requests at once, and call `hit(handles)` when every server has written a part of some.
 
     Returns:
         Outputs, the attempts of each, and when each ended, in seconds after the hit.
@@ -104,7 +104,7 @@ async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[
 
 
 def check(outputs: list[Any], attempts: list[list[tuple[int, int]]], version: int, model: Any) -> list[int]:
-    """All tokens are there, once, with log-probs of the version; returns what each request that was broken off kept."""
+    """Check that each token is there once, with the version's log-probs; return what each interrupted request kept."""
     kept = []
     for number, (output, runs) in enumerate(zip(outputs, attempts, strict=True)):
         assert len(output.token_ids) == len(output.log_probs) == TOKENS, runs
@@ -115,7 +115,7 @@ def check(outputs: list[Any], attempts: list[list[tuple[int, int]]], version: in
 
 
 def living(fleet: SimpleNamespace) -> list[Any]:
-    """A dead one leaves verl's list with the next update."""
+    """Return the living servers. A dead one leaves verl's list only with the next update."""
     return [each for each in fleet.weights.replicas if each not in fleet.weights.dead]
 
 
@@ -134,7 +134,7 @@ def wait_for(what: str, is_so: Any, limit_s: float) -> float:
 
 
 def wait_until_routed(fleet: SimpleNamespace, expected: set[str]) -> None:
-    """The watcher's next round tells the router."""
+    """Wait until the watcher's next round has notified the router."""
     wait_for(f"{expected} get requests, and no others", lambda: routed(fleet) == expected, 10)
 
 
@@ -181,12 +181,12 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
         print(f"{max(seconds):.1f} s (dead_s is {LIMITS['dead_s']})")
 
     began = time.monotonic()
-    fleet.weights.update_weights(global_steps=2)  # waits for none that is dead
+    fleet.weights.update_weights(global_steps=2)  # does not wait for dead servers
     assert time.monotonic() - began < 20
     wait_until_routed(fleet, {new.server_address})
     servers = read_servers(fleet.folder)
     assert servers.faults() == [] and (servers.started, servers.died, servers.replaced) == (3, 2, 1)
-    fleet.fleet.actor_works()  # raises what the watching failed of
+    fleet.fleet.actor_works()  # raises if the watcher failed
 
 
 @pytest.mark.skipif("RETOOL_FLEET" not in os.environ, reason="takes minutes; RETOOL_FLEET=1 runs it")
@@ -201,7 +201,7 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
             with capsys.disabled():
                 print(f"\n{sign.name} in a tool call: {moved} of {REQUESTS} rollouts went on elsewhere; all next turns")
                 print(f"had ended {seconds:.1f} s later")
-            # With it start_s is over, in which a silent server is not dead after dead_s yet.
+            # By then start_s is over, during which a server silent for dead_s does not count as dead yet.
             wait_for("a replacement of the first", lambda: fleet.weights.newcomers, 600)
 
         for version, sign in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):
@@ -214,13 +214,13 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
                 print(f"{sign.name} in an update: it took {update_s:.1f} s; {lost} of {REQUESTS} requests lost their")
                 print("server, and went on elsewhere")
         wait_for("one is left of four; one of the dead was replaced", lambda: len(routed(fleet)) == 1, 10)
-        fleet.fleet.actor_works()  # raises what the watching failed of
+        fleet.fleet.actor_works()  # raises if the watcher failed
 
 
 async def tool_calls(
     fleet: SimpleNamespace, versions: list[torch.nn.Module], sign: signal.Signals
 ) -> tuple[str, int, float]:
-    """Rollouts of two turns; between them the engine of the server with the most rollouts gets a signal.
+    """Run rollouts of two turns; between them the engine of the server with the most rollouts gets a signal.
 
     Returns:
         The address of the server, its rollouts, and the seconds in which all second turns ended.
@@ -251,7 +251,7 @@ async def tool_calls(
 async def update_hit_by(
     fleet: SimpleNamespace, versions: list[torch.nn.Module], version: int, sign: signal.Signals
 ) -> tuple[float, int]:
-    """Under running requests, the first server's engine gets a signal when the actor is to send the weights.
+    """Signal the first server's engine, under running requests, when the actor is about to send the weights.
 
     Returns:
         Seconds of the update, and requests that lost their server.
@@ -281,7 +281,7 @@ async def update_hit_by(
             assert difference(versions, prompt, output, [*attempts]) < SAME
             continue
         lost += 1
-        (kept, old), (more, new), *rest = attempts  # of the dead server, and of the next, whose cache is its own
+        (kept, old), (more, new), *rest = attempts  # of the dead server, and of the next, which has a separate cache
         assert (old, new) == (version - 1, version)
         for runs, begin, end in (([(TOKENS, old)], 0, kept), ([(kept + more, new), *rest], kept, TOKENS)):
             own = redone(versions, prompt, list(output.token_ids), runs)[begin:end]

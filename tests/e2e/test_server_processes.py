@@ -1,4 +1,4 @@
-"""What ends with the process of a server: a real actor of Ray, whose engine is a sleep; no vLLM. Its GPUs are free."""
+"""Test what ends with a server's process, whose GPUs become free: a real Ray actor with a sleep as engine; no vLLM."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def server_class():
-    """An actor with an engine, and the shell beside it that `WatchedServer` starts."""
+    """Return the class of an actor with an engine, and with the shell that `WatchedServer` starts next to it."""
     import ray
 
     from verl_ext.cpu.warm_python import ENVIRONMENT
@@ -66,10 +66,10 @@ def test_a_server_that_hangs_or_is_gone_ends_with_its_engine_and_its_callers_are
     request = server.generate.remote()
     time.sleep(0.5)
     os.kill(pid, signal_number)
-    hanging = (node, pid) if signal_number == signal.SIGSTOP else None  # ray.kill alone leaves such a process
+    hanging = (node, pid) if signal_number == signal.SIGSTOP else None  # ray.kill by itself leaves such a process
     assert not ray.available_resources().get("GPU")
     stop_replica(SimpleNamespace(servers=[server], workers=[], resource_pool=SimpleNamespace(pgs=[group])), hanging)
-    assert ray.available_resources()["GPU"] == 1  # now: verl raises where a server that starts finds none
+    assert ray.available_resources()["GPU"] == 1  # at once: verl raises if a starting server finds none
     with pytest.raises(ActorDiedError):
         ray.get(request, timeout=30)
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""SFT gives the same numbers however it is spread: one process, two data-parallel ranks, two Ulysses ranks."""
+"""Test that SFT gives the same numbers in every layout: one process, two data-parallel ranks, two Ulysses ranks."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ LAYOUTS = {  # ranks, Ulysses ranks per sequence
 
 @pytest.fixture(scope="module")
 def curves(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
-    """(loss, gradient norm) of five steps from the same weights, per layout."""
+    """Return (loss, gradient norm) of five steps from the same weights, per layout."""
     result = {}
     for name, (ranks, ulysses) in LAYOUTS.items():
         out = tmp_path_factory.mktemp("sft")
@@ -51,6 +51,6 @@ def test_losses_and_gradients_equal_those_of_one_process(curves: dict, layout: s
 
 
 def test_the_loss_moves(curves: dict) -> None:
-    """Equal losses mean nothing if nothing is learned."""
+    """Check that something is learned: otherwise equal losses mean nothing."""
     losses = [loss for loss, _ in curves["one process"]]
     assert abs(losses[0] - losses[-1]) > 1e-3

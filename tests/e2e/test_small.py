@@ -1,4 +1,4 @@
-"""The small run, `quickstart --model small`, with few rows and steps: from the 4 bits of SmolLM2-135M to the report."""
+"""Test the small run, `quickstart --model small`, with few rows and steps: from SmolLM2-135M's 4 bits to the report."""
 
 import json
 import subprocess
@@ -24,9 +24,9 @@ STEPS = [
     *("--rl=algorithm.filter_groups.max_num_gen_batches=6", "--rl=data.max_response_length=96"),
     "--rl=reward.reward_kwargs.overlong_buffer_cfg.len=64",
     # After 2 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real. SFT's
-    # merged weights are bf16: where products are rounded to bf16, most weights count the same after an update of 4e-5.
+    # merged weights are bf16: if products are rounded to bf16, most weights count the same after an update of 4e-5.
     *("--rl=+reward.reward_kwargs.random_reward_p=0.5", "--rl=actor_rollout_ref.actor.optim.lr=2e-4"),
-    # The trainer's own old log-probs, so that they can be compared with vLLM's; and all of vLLM's, to redo them.
+    # The trainer's own old log-probs, to compare with vLLM's; and all of vLLM's, to recompute them.
     *("--rl=algorithm.rollout_correction.bypass_mode=false", "--rl=retool.recorder.token_share=1"),
     "--rl=retool.checkpoints.keep_last=null",  # step 1's weights, with which step 2 rolls out
 ]
@@ -34,7 +34,7 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Its folder, and what it printed."""
+    """Run the quickstart; return its folder and what it printed."""
     out, log = tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("logs") / "output.txt"
     command = [sys.executable, "-m", "verl_ext.quickstart", "--model", "small", "--out", str(out), *ROWS, *STEPS]
     with open(log, "w") as output:
@@ -59,7 +59,7 @@ def test_every_step_is_done_and_the_report_written(run: tuple[Path, str]):
 
 @pytest.fixture
 def rounding_of_the_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products of this process are rounded to bf16 where the launcher has those of the run rounded."""
+    """Round this process's products to bf16 if the launcher rounds those of the run."""
     monkeypatch.syspath_prepend(REPO / "scripts")
     from whole_cpu import whole_cpu
 
@@ -72,7 +72,7 @@ def rounding_of_the_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("rounding_of_the_run")
 def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
-    """Step 2 rolls out with the weights of step 1's update, and not with SFT's."""
+    """Step 2 rolls out with the weights of step 1's update, not with SFT's."""
     metrics = read_metrics(run[0] / "rl")
     assert [step for step, _ in metrics] == [1, 2]
     for _, data in metrics:

@@ -1,4 +1,4 @@
-"""The stability map's own model is the one that vLLM serves: the same log-probs, and as much noise in bfloat16."""
+"""Test that the stability map's model matches the one vLLM serves: equal log-probs, and as much noise in bfloat16."""
 
 import json
 import urllib.request
@@ -14,11 +14,11 @@ from verl_ext.analysis.tiny_model import TinyModel, Weights, load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-RESPONSES, LENGTH = 8, 64  # of each prompt; tokens at the most
+RESPONSES, LENGTH = 8, 64  # per prompt; tokens at most
 
 
 def sampled_by_vllm(url: str, prompt: list[int], seed: int) -> list[tuple[list[int], list[float]]]:
-    """(tokens, their log-probs) of responses at temperature 1."""
+    """Sample responses at temperature 1: (tokens, their log-probs)."""
     asked = {"model": "tiny", "prompt": prompt, "n": RESPONSES, "max_tokens": LENGTH, "temperature": 1.0, "seed": seed}
     body = json.dumps(asked | {"logprobs": 0, "return_tokens_as_token_ids": True}).encode()
     request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
@@ -30,7 +30,7 @@ def sampled_by_vllm(url: str, prompt: list[int], seed: int) -> list[tuple[list[i
 
 
 def responses_of(url: str, merged: Path) -> list[tuple[list[int], list[int], list[float]]]:
-    """(prompt, tokens, their log-probs) of vLLM's responses to prompts of three lengths."""
+    """Sample vLLM's responses to prompts of three lengths: (prompt, tokens, their log-probs)."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(merged)
@@ -43,7 +43,7 @@ def responses_of(url: str, merged: Path) -> list[tuple[list[int], list[int], lis
 
 @torch.no_grad()
 def redone(model: TinyModel, weights: Weights, rows: list[tuple[list[int], list[int], list[float]]]) -> Tensor:
-    """float[tokens]: log-probs of all responses, computed in one batch that is padded on the right."""
+    """Return log-probs of all responses, float[tokens], computed in one batch that is padded on the right."""
     width = max(len(response) for _, response, _ in rows)
     ids = torch.full((len(rows), max(len(prompt) for prompt, *_ in rows) + width), model.pad)
     places, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
@@ -68,7 +68,7 @@ def test_log_probs_are_vllms(vllm: str, small: Path) -> None:
 
 
 def test_an_engine_in_bf16_is_as_far_from_fp32_as_vllm_is(python: str, small: Path, tmp_path: Path) -> None:
-    """The level of noise of the map's engine, which rounds as one in bfloat16, is that of a real one."""
+    """The map's engine rounds like one in bfloat16, and must have the noise level of a real one."""
     merged = small / "sft" / "merged"
     options = ("--dtype", "bfloat16", "--max-model-len", "1024", "--enforce-eager")
     with serve(python, merged, tmp_path / "server.log", *options) as url:

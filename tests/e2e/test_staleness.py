@@ -1,10 +1,10 @@
-"""Which weights wrote which token: `max_staleness` is kept, and every span's log-probs are those of its version.
+"""Test which weights wrote which token: `max_staleness` is kept, and a span's log-probs are those of its version.
 
-Six steps in verl's mode `separate_async` for each tau, with a sandbox so slow that responses outlast updates. Every
-version is a checkpoint. Plain transformers in fp32 redo the log-probs of every response that was trained on, with the
-weights that its spans name and with those of the version before and the one after.
+Each tau gets six steps in verl's mode `separate_async`, with a sandbox so slow that responses outlast updates. Every
+version is a checkpoint. Plain transformers in fp32 recompute the log-probs of every response that was trained on, with
+the weights that its spans name and with those of the version before and the one after.
 
-`RETOOL_STALENESS=1 pytest -m slow tests/e2e/test_staleness.py` takes about two minutes a tau.
+`RETOOL_STALENESS=1 pytest -m slow tests/e2e/test_staleness.py` takes about two minutes per tau.
 """
 
 import os
@@ -29,7 +29,7 @@ pytestmark = [
 
 slow_sandbox = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["slow_sandbox"]
 STEPS = 6
-OTHER = 1e-3  # a neighbour's differ by more in some token, but in a span that both versions are sure of
+OTHER = 1e-3  # a neighbour version's differ by more in some token, except in a span that both versions are sure of
 OVERRIDES = (
     "hardware=cpu_separate",
     f"trainer.total_training_steps={STEPS}",
@@ -37,11 +37,11 @@ OVERRIDES = (
     "retool.checkpoints.keep_last=null",
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "trainer.v1.separate_async.num_warmup_batches=3",  # so many batches more are in flight, and age
-    "actor_rollout_ref.rollout.max_num_seqs=4",  # the trainer waits for the server: updates break turns off
+    "trainer.v1.separate_async.num_warmup_batches=3",  # this many more batches are in flight, and age
+    "actor_rollout_ref.rollout.max_num_seqs=4",  # the trainer waits for the server: updates interrupt turns
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # a version differs from its neighbours from the first one on
     "actor_rollout_ref.actor.optim.lr=1e-3",
-    "++reward.reward_kwargs.random_reward_p=0.5",  # useful groups, whatever the model can do
+    "++reward.reward_kwargs.random_reward_p=0.5",  # gives useful groups, whatever the model can do
     f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/token_sampler.py",
     "trainer.v1.sampler.custom_sampler.name=TokenRecordingReplayBuffer",
 )
@@ -62,7 +62,7 @@ class Span:
 
 
 def read_trained(folder: Path) -> Iterator[tuple[int, dict]]:
-    """(step, response) of all that was trained on."""
+    """Yield (step, response) of all that was trained on."""
     for path in sorted(folder.glob("step_*.pt")):
         step = int(re.match(r"step_(\d+)_", path.name)[1])
         for row in torch.load(path, weights_only=False):
@@ -113,7 +113,7 @@ def check(out: Path, model: Path, metrics: dict, trained: list[tuple[int, dict]]
         for start, end, _ in row["version_spans"]:
             covered[start:end] += 1
         assert covered.tolist() == row["mask"].tolist()
-    places = {span.place for span in spans}  # a turn of the tiny model is so short that few runs have one broken off
+    places = {span.place for span in spans}  # turns of the tiny model are so short that few runs interrupt one
     assert PLACES[0] in places and (PLACES[1] in places or not tau), "no response outlasted an update"
     versions = {span.version for span in spans}
     differences: list[dict[int, float]] = [{} for _ in spans]  # neighbour (-1, 0, 1) -> largest of a span's tokens

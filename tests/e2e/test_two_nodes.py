@@ -1,4 +1,4 @@
-"""RL over two Ray nodes and SFT over two torchrun nodes of one process each, on this machine's loopback addresses."""
+"""Test RL over two Ray nodes, and SFT over two torchrun nodes of one process each, on this machine's loopback."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from verl_ext.sandbox import running_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
-# Ray refuses sizes for a cluster that runs already; configs/hardware/cpu.yaml gives them for one that the run starts.
+# Ray refuses sizes for a running cluster; configs/hardware/cpu.yaml gives them for one that the run starts.
 JOIN = (
     "ray_kwargs.ray_init.num_cpus=null",
     "ray_kwargs.ray_init.num_gpus=null",
@@ -40,14 +40,14 @@ print("PLACES", json.dumps(places))
 
 @pytest.fixture
 def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a command on the head of a cluster of two nodes, with a pretended GPU each."""
+    """Yield a command's environment on the head of a cluster of two nodes, with a pretended GPU each."""
     port = free_port(HEAD)
     environment = ENVIRONMENT | {
         "PYTHON": python,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token_hex(16),
         "RAY_ADDRESS": f"{HEAD}:{port}",
-        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # of its own: Ray notes there which cluster to join
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # Ray notes there which cluster to join
     }
     size = {"NUM_GPUS": "1", "NUM_CPUS": "16"}
     nodes = [ray_cluster(tmp_path / "head", "head", NODE_IP=HEAD, RAY_PORT=str(port), **environment, **size)]
@@ -97,7 +97,7 @@ def wait_for_port(host: str, port: int, process: subprocess.Popen, log: Path, ti
 
 
 def test_rl_over_two_ray_nodes(small: Path, cluster: dict[str, str], tmp_path: Path) -> None:
-    """The 32B launcher: an actor rank and a vLLM server on each node, both of which take part in both steps."""
+    """The 32B launcher has an actor rank and a vLLM server on each node, both of which take part in both steps."""
     log = tmp_path / "log"
     with running_server(options=("--preload", "")) as url:
         process = launch(
@@ -129,7 +129,7 @@ def test_rl_over_two_ray_nodes(small: Path, cluster: dict[str, str], tmp_path: P
 
 
 def test_sft_over_two_torchrun_nodes(small: Path, python: str, tmp_path: Path) -> None:
-    """The launcher as it is called on each of two machines; both ranks share each sequence (Ulysses)."""
+    """The launcher runs as it is called on each of two machines; both ranks share each sequence (Ulysses)."""
     port = str(free_port())
     logs = [tmp_path / f"log{rank}" for rank in range(2)]
     nodes = [

@@ -1,4 +1,4 @@
-"""The executable that starts Python by fork behaves as Python does, and leaves nothing behind."""
+"""Test that the executable that starts Python by fork behaves as Python does, and leaves nothing behind."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_done(python: str) -> None:
-    """So that no time limit below holds for the server's imports."""
+    """Wait for the server's imports, so that no time limit below includes them."""
     subprocess.run([python, "-c", "pass"], check=True)
 
 
@@ -54,7 +54,7 @@ def test_arguments_input_environment_and_folder_arrive(python: str, tmp_path: Pa
 
 
 def test_temporary_files_are_where_the_environment_says(python: str, tmp_path: Path) -> None:
-    """Not where the server's environment said when its imports asked: a quickstart deletes the folder of a command."""
+    """The server's environment at its imports must not count: a quickstart deletes the folder of a command."""
     code = "import tempfile; print(tempfile.gettempdir())"
     assert run(python, "-c", code, env=os.environ | {"TMPDIR": str(tmp_path)}).stdout == f"{tmp_path}\n"
 
@@ -79,7 +79,7 @@ def test_forks_draw_different_ray_ids(python: str) -> None:
 
 
 def test_each_fork_has_a_process_group_of_its_own(python: str) -> None:
-    """Ray ends the group of a worker that died: with a shared one, all workers of the run."""
+    """Ray ends the process group of a worker that died: a shared one would end all workers of the run."""
     assert run(python, "-c", "import os; print(os.getpgid(0) == os.getpid())").stdout == "True\n"
 
 
@@ -93,7 +93,7 @@ def test_signals_reach_the_fork(python: str) -> None:
 
 
 def test_a_signal_before_the_pid_is_known_reaches_the_fork(tmp_path: Path) -> None:
-    """The server's part is played here, and the fork's by a process that runs already."""
+    """This test plays the server's part, and a running process that of the fork."""
     executable, address = tmp_path / "python", str(tmp_path / "socket")
     executable.write_text(stub(sys.executable, address))
     executable.chmod(0o700)

@@ -1,7 +1,7 @@
-"""`retool.fleet.weight_update` on a real vLLM server, by verl's own replica and checkpoint engine; no trainer.
+"""Test `retool.fleet.weight_update` on a real vLLM server, with verl's replica and checkpoint engine but no trainer.
 
-With `keep` requests run through two updates. Plain transformers in fp32 redo their log-probs over a cache that is mixed
-in the same way: each position is computed with the weights that sampled the token after it.
+With `keep` requests run through two updates. Plain transformers in fp32 recompute their log-probs over a cache that is
+mixed in the same way: each position is computed with the weights that sampled the token after it.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from tests.e2e.versions import SAME, Actor, cluster, difference, moved
 from tests.e2e.watched_fleet import gaps, sampling, stop_watching, watch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-OTHER = 1e-2  # a boundary that is off by one changes some log-prob by more, but for a token as likely with both weights
+OTHER = 1e-2  # a boundary off by one changes some log-prob by more, unless both weights make the token equally likely
 TOKENS = 2000  # seconds of generation, in which an update comes
 SEATS = 4  # requests that run at once
-PROMPT = 100  # tokens: three blocks of the cache, and a part of one
+PROMPT = 100  # tokens: three blocks of the cache, and part of another
 PROMPTS = [[(7 * i + number) % 400 + 10 for i in range(PROMPT)] for number in range(SEATS + 2)]
 
 
 @pytest.fixture(scope="module")
 def fleet(python: str, models: tuple[Path, list[torch.nn.Module]], request: pytest.FixtureRequest) -> SimpleNamespace:
-    """One server in the mode that the test names: `server`, verl's `manager` of its weights, `ask`."""
+    """Start a server in the mode that the test names: `server`, verl's `manager` of its weights, `ask`."""
     import verl  # noqa: F401
     from verl.checkpoint_engine.base import CheckpointEngineManager
     from verl.utils.config import omega_conf_to_dataclass
@@ -65,7 +65,7 @@ def fleet(python: str, models: tuple[Path, list[torch.nn.Module]], request: pyte
 
 
 def wait_until_written(server: Any, requests: list[Any], tokens: int) -> bool:
-    """Whether `SEATS` of the requests were seen with so many tokens each; False when all have ended unseen."""
+    """Return whether `SEATS` of the requests were seen with so many tokens each; False if all have ended unseen."""
     import ray
 
     while len(ray.wait(requests, num_returns=len(requests), timeout=0.01)[0]) < len(requests):
@@ -76,7 +76,7 @@ def wait_until_written(server: Any, requests: list[Any], tokens: int) -> bool:
 
 
 def running_requests(fleet: SimpleNamespace, tokens: int) -> list[Any]:
-    """Requests of `PROMPTS`, watched, of which `SEATS` have so many tokens. A loaded machine may need several tries."""
+    """Start watched requests, of which `SEATS` have so many tokens. A loaded machine may need several tries."""
     import ray
 
     for _ in range(5):
@@ -84,7 +84,7 @@ def running_requests(fleet: SimpleNamespace, tokens: int) -> list[Any]:
         requests = [fleet.ask(prompt, f"request {number}", TOKENS) for number, prompt in enumerate(PROMPTS)]
         if wait_until_written(fleet.server, requests, tokens):
             return requests
-        ray.get(requests)  # raises what they ended of
+        ray.get(requests)  # raises the error that ended them
     raise AssertionError(f"five times, all requests ended before {SEATS} of them were seen with {tokens} tokens")
 
 
@@ -103,7 +103,7 @@ def test_running_requests_go_on_over_their_cache_and_each_token_has_its_version(
         began = time.monotonic()
         fleet.manager.update_weights(global_steps=version)
         updates.append(time.monotonic() - began)
-    new = ray.get(fleet.ask(PROMPTS[0], "new", 20))  # its prompt was computed by version 0, and by 2 only now
+    new = ray.get(fleet.ask(PROMPTS[0], "new", 20))  # version 0 computed its prompt before, and 2 only here
     again = ray.get(fleet.ask(PROMPTS[0], "again", 20))
     outputs = ray.get(requests)
     seen = ray.get(fleet.server.__ray_call__.remote(stop_watching))

@@ -1,7 +1,7 @@
-"""The sampler, with a record of the tokens that it handed to the trainer: `step_<n>_<batch>.pt` in a folder.
+"""A sampler that also records the tokens it hands to the trainer: `step_<n>_<batch>.pt` in a folder.
 
-For tests, by `trainer.v1.sampler.custom_sampler.path`; the folder is `sampler_kwargs.record_to`. Each file is a list of
-responses: `key`, `prompt` and `response` (token ids), `mask` (1: sampled by the policy), `log_probs` (as the rollout
+Tests set it by `trainer.v1.sampler.custom_sampler.path`; the folder is `sampler_kwargs.record_to`. Each file is a list
+of responses: `key`, `prompt` and `response` (token ids), `mask` (1: sampled by the policy), `log_probs` (as the rollout
 engine noted them) and `version_spans`. Copies that fill a group are left out.
 """
 

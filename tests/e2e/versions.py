@@ -1,4 +1,4 @@
-"""What tests of weights share: versions of a tiny model, an actor that sends them, those of a run, log-probs redone."""
+"""Helpers for tests of weights: versions of a tiny model or a run, an actor that sends them, recomputed log-probs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ SAME = 1e-4  # log-probs of one version, by vLLM and by transformers
 
 
 def build_versions(folder: Path) -> list[torch.nn.Module]:
-    """Versions 0, 1, 2, of random weights; `folder` gets version 0 as a model, and the weights of all."""
+    """Build versions 0, 1, 2 of random weights; `folder` gets version 0 as a model, and the weights of all."""
     import sys
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / "tiny_tools"))
@@ -39,7 +39,7 @@ def build_versions(folder: Path) -> list[torch.nn.Module]:
 def cluster(
     python: str, config: DictConfig, *, num_gpus: int, environment: Mapping[str, str] = ENVIRONMENT
 ) -> Iterator[None]:
-    """Ray with servers as a run of `config` has them; `python` starts its processes, by default for a CPU."""
+    """Start Ray with the servers of a run of `config`; `python` starts its processes, by default for a CPU."""
     import ray
     import verl  # noqa: F401
     from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -99,7 +99,7 @@ class Actor:
 def redone(
     models: list[torch.nn.Module], prompt: list[int], ids: list[int], runs: list[tuple[int, int]]
 ) -> list[float]:
-    """Log-probs of `ids`: each position by the weights that sampled the token after it, over the cache so far."""
+    """Recompute log-probs of `ids`: each position by the weights that sampled the next token, over the cache so far."""
     from transformers import DynamicCache
 
     sequence, cache, result, start = torch.tensor([prompt + ids]), DynamicCache(), [], 0
@@ -119,13 +119,13 @@ def difference(models: list[torch.nn.Module], prompt: list[int], output: Any, ru
 
 
 def moved(runs: list[tuple[int, int]], by: int) -> list[tuple[int, int]]:
-    """The first boundary is so many tokens later."""
+    """Move the first boundary by so many tokens."""
     (first, old), (second, new), *rest = runs
     return [(first + by, old), (second - by, new), *rest]
 
 
 def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:
-    """The weights after step `version`, those before the first step for 0, in fp32."""
+    """Load the weights after step `version` in fp32; 0 means those before the first step."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
@@ -138,7 +138,7 @@ def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:
 
 @torch.no_grad()
 def log_probs_of(model: torch.nn.Module, rows: list[dict]) -> list[torch.Tensor]:
-    """float[tokens] of each response at its temperature, by default 1; one forward pass over all of it."""
+    """Return float[tokens] of each response at its temperature, by default 1; one forward pass over all of it."""
     result = []
     for row in rows:
         ids = torch.cat([row["prompt"], row["response"]]).long()[None]
@@ -151,7 +151,7 @@ LOG_PROBS = ("rollout_log_prob", "old_log_prob", "log_prob")  # of vLLM, of the 
 
 
 def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
-    """What `log_probs_of` takes, of the responses that a step trained on and whose tokens are recorded."""
+    """Return the rows for `log_probs_of` of the responses that a step trained on and whose tokens are recorded."""
     from transformers import AutoTokenizer
 
     from verl_ext.records import store
@@ -175,6 +175,6 @@ def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
 
 
 def differences(model: torch.nn.Module, rows: list[dict], column: str = "rollout_log_prob") -> torch.Tensor:
-    """float[sampled tokens]: |log-prob by `model` - the one that is recorded|."""
+    """Return |log-prob by `model` - recorded log-prob|, float[sampled tokens]."""
     redone = log_probs_of(model, rows)
     return torch.cat([(each - row[column]).abs()[row["mask"]] for each, row in zip(redone, rows, strict=True)])

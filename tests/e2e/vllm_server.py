@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server, for the tests that need one."""
+"""Start vLLM's OpenAI-compatible server for the tests that need one."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ START_S = 240
 
 @contextmanager
 def serve(python: str, model: Path, log: Path, *options: str) -> Iterator[str]:
-    """Serve a Hugging Face folder as "tiny" on 127.0.0.1 for the length of a `with` block; yields the base URL.
+    """Serve a Hugging Face folder as "tiny" on 127.0.0.1 for the length of a `with` block; yield the base URL.
 
     Args:
         python: the executable that runs the server.

@@ -1,4 +1,4 @@
-"""Watched rollout servers without a trainer, behind the router of their config; and an actor that reads files."""
+"""Start watched rollout servers without a trainer, behind their config's router, and an actor that reads files."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 @contextmanager
 def watched_fleet(config: DictConfig, folder: Path, run: Path) -> Iterator[SimpleNamespace]:
-    """Inside `cluster`, the servers of `config` with version 0: `weights`, `fleet`, `router`, `client`, `folder`.
+    """Start the servers of `config` with version 0 in `cluster`: `weights`, `fleet`, `router`, `client`, `folder`.
 
     Args:
         folder: has the weights of all versions (versions.py).
@@ -46,17 +46,17 @@ def watched_fleet(config: DictConfig, folder: Path, run: Path) -> Iterator[Simpl
 
 
 def engine_of(server: Any) -> int:
-    """In the server's process: the pid of its engine's core."""
+    """Return the pid of the server's engine core; runs in the server's process."""
     return server.engine.engine_core.resources.engine_manager.processes[0].pid
 
 
 def written(server: Any) -> list[int]:
-    """In the server's process: the tokens of its requests so far."""
+    """Return the tokens of the server's requests so far; runs in the server's process."""
     return [each.detokenizer.num_output_tokens() for each in server.engine.output_processor.request_states.values()]
 
 
 def sampling(tokens: int) -> dict[str, Any]:
-    """Of a request that writes so many tokens, whose output comes at its end, as that of our agent loop."""
+    """Make parameters of a request that writes so many tokens and outputs at its end, as in our agent loop."""
     from vllm.sampling_params import RequestOutputKind
 
     kind = RequestOutputKind.FINAL_ONLY
@@ -64,7 +64,7 @@ def sampling(tokens: int) -> dict[str, Any]:
 
 
 def watch(server: Any) -> None:
-    """In the server's process: note (time, tokens of each running request) a thousand times a second, in a thread."""
+    """Note (time, tokens of each running request) a thousand times a second, in a thread of the server's process."""
     server.is_watched, server.seen = True, (seen := [])
 
     def look() -> None:
@@ -83,7 +83,7 @@ def stop_watching(server: Any) -> list[tuple[float, dict[str, int]]]:
 
 
 def gaps(seen: list[tuple[float, dict[str, int]]], request: str) -> list[float]:
-    """Seconds from each token of a request to its next, longest first."""
+    """Return the seconds from each token of a request to its next, longest first."""
     times, before = [], 0
     for at, written in seen:
         if written.get(request, 0) > before:

@@ -40,7 +40,7 @@ def load_script() -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with this process only."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -244,7 +244,7 @@ def roll_out() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def cpu_platform() -> ModuleType:
-    """verl_ext.cpu.patches, installed; skips where verl uses an accelerator."""
+    """verl_ext.cpu.patches, installed; skips if verl uses an accelerator."""
     from verl_ext.cpu import is_cpu_only
 
     if not is_cpu_only():

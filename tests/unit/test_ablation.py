@@ -95,7 +95,7 @@ def test_a_request_that_an_update_breaks_off_is_nowhere_until_it_is_asked_again(
     assert found["sampled_per_s"] * 20 == pytest.approx(20 + 8 + 20 / 3 + 70 / 3 * 2 / 7)
     assert found["server_waits"] == pytest.approx(10 / 20)
     whole = [script.Request(0.0, 10.0, 20, 5.0)]
-    assert script.broken_off(whole, [9.5, 4.0, 4.5]) == [  # 8.5 s; at 4.5 s there is nothing to break off
+    assert script.broken_off(whole, [9.5, 4.0, 4.5]) == [  # 8.5 s; at 4.5 s there is nothing to interrupt
         script.Request(0.0, 4.0, pytest.approx(20 * 4 / 8.5), 5.0),
         script.Request(5.0, 9.5, pytest.approx(20 * 4.5 / 8.5), pytest.approx(5 + 20 * 4 / 8.5)),
     ]
@@ -144,7 +144,7 @@ def test_a_static_batch_begins_when_all_of_the_one_before_has_ended(script):
         await asyncio.wait_for(asyncio.gather(*map(rollout, "abcde", (1, 50, 50, 1, 1))), timeout=10)
         return began
 
-    # continuous batching would begin c beside b
+    # continuous batching would begin c while b runs
     assert asyncio.run(main()) == [("a", ["a"]), ("b", ["a", "b"]), ("c", ["c"]), ("d", ["c", "d"]), ("e", ["e"])]
 
 

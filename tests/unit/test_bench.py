@@ -17,12 +17,12 @@ from verl_ext.settings import compose_run
 
 
 class Launched:
-    """In the place of the Supervisor: the launcher, and TRL's side, write what a run of four steps leaves behind."""
+    """Stands in for the Supervisor: writes what the launcher and TRL's side leave behind after a run of four steps."""
 
     started: list[Path] = []  # folders
     commands: list[list[str]] = []
     environments: list[dict[str, str]] = []
-    sizes: list[dict] = []  # that TRL's side was told
+    sizes: list[dict] = []  # that TRL's side received
 
     def __enter__(self):
         return self
@@ -126,7 +126,7 @@ def test_a_response_has_the_recorded_tokens_and_the_tools_between(load_script):
 
 
 def test_generation_is_timed_without_the_extension_that_trainers_send_weights_through(load_script, monkeypatch):
-    """It has a sampler of its own, and ends its process with the parent."""
+    """The extension has its own sampler, and ends its process with the parent."""
 
     class MadeError(Exception):
         pass
@@ -230,7 +230,7 @@ def test_products_of_the_raw_update_are_rounded_where_those_of_the_run_are(
 
 
 def test_records_are_a_share_of_a_step_and_the_validation_after_it(load_script, tmp_path, monkeypatch):
-    """.03 s of 2 cores x (1 s + 2 s of validation) are .5%; the step alone would make it 1.5%, which is too much."""
+    """.03 s of 2 cores x (1 s + 2 s of validation) are .5%; only the step would make it 1.5%, which is too much."""
     script = load_script("bench_records")
     monkeypatch.setattr(script.os, "cpu_count", lambda: 2)
     for validate, seconds in ((False, "0.02"), (True, "0.01")):

@@ -1,4 +1,4 @@
-"""`scripts/chaos.py`: what it does to a run, and what it reads of it afterwards."""
+"""`scripts/chaos.py`: what it does to a run, and what it reads from the run afterwards."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ def test_a_rollout_that_infrastructure_failed_must_not_train(measure, run_of):
 
 
 class FakeRun:
-    """What a program says; counts the programs."""
+    """A sandbox client that answers each program from a table and notes the programs."""
 
     def __init__(self, answers):
         self.asked, self._answers = [], answers
@@ -328,7 +328,7 @@ def test_a_run_has_a_step_when_it_has_logged_it(script, faults, tmp_path, folder
 
 
 def starts(failures):
-    """Starts of a run, of which so many fail."""
+    """Starts of a run, of which a given number fail."""
     left = iter([CommandFailed("ended with status 1")] * failures)
 
     def start(watch):
@@ -375,7 +375,7 @@ RESULT |= {"stall_s": 1.5, "step_s": 2.0, "fault_s": 15.2, "told": ["a tool `fai
 
 
 def test_a_folder_that_another_process_writes_is_not_emptied(script, faults, tmp_path, monkeypatch):
-    """Its run lives on where the script was killed. The next one holds the lock, too, and what it starts."""
+    """If the script was killed, its run lives on. The next script also holds the lock, and so does what it starts."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics-1.jsonl").write_text("{}")
     measured = (script.SIDES["ours"], faults.FAULTS["sandbox dead"], tmp_path, tmp_path, 0)

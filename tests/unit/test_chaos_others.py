@@ -1,4 +1,4 @@
-"""`scripts/chaos.py --side verl` and `--side trl`: what of verl is verl's own, and what dumps say."""
+"""`scripts/chaos.py --side verl` and `--side trl`: what remains verl's own, and what dumps say."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""scripts/ray_cluster.sh, recipe/ray_job.sh and the launchers: what they hand to Ray, and what an old Ray left.
+"""scripts/ray_cluster.sh, recipe/ray_job.sh and the launchers: what they pass to Ray, and what an old Ray left.
 
 Two real nodes: tests/e2e/test_two_nodes.py.
 """
@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def fake_python(tmp_path: Path) -> str:
-    """Stands for Python: prints the arguments, one a line, without the program of `-c`."""
+    """Stands in for Python: prints the arguments, one a line, without the program of `-c`."""
     path = tmp_path / "python"
     path.write_text('#!/usr/bin/env bash\nshift 2\nprintf "%s\\n" "$@"\n')
     path.chmod(0o755)
@@ -79,7 +79,7 @@ def test_job_names_the_launchers_there_are(tmp_path: Path, fake_python: str):
 
 @pytest.fixture
 def noted(tmp_path: Path) -> Path:
-    """Where Ray notes the address of the cluster that was started last."""
+    """The file in which Ray notes the address of the cluster that was started last."""
     path = tmp_path / "ray" / "ray_current_cluster"
     path.parent.mkdir()
     return path

@@ -28,13 +28,13 @@ def script(load_script):
 
 @pytest.fixture(autouse=True)
 def quickstart(script, monkeypatch):
-    """Each folder has an SFT of its own."""
+    """Each folder has its own SFT."""
     monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
 
 
 @pytest.fixture
 def sandbox():
-    """Answers with the program that it got; `seen` has when each call came."""
+    """Answers with the program that it received; `seen` has the time of each call."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -91,7 +91,7 @@ def test_calls_are_held_back_side_by_side(script, sandbox, monkeypatch):
     import slow_sandbox
 
     barrier = threading.Barrier(8, timeout=5)
-    monkeypatch.setattr(slow_sandbox.time, "sleep", lambda seconds: barrier.wait())  # passes when all eight are there
+    monkeypatch.setattr(slow_sandbox.time, "sleep", lambda seconds: barrier.wait())  # passes once all eight are there
     with script.slow_sandbox(sandbox, mean_s=1.0, seed=0) as url, ThreadPoolExecutor(8) as pool:
         assert {status for status, _ in pool.map(lambda i: post(url, f"p{i}"), range(8))} == {200}
 
@@ -230,7 +230,7 @@ def test_in_flight_updates_are_all_that_a_mode_differs_in_from_separate_async(sc
 
 @pytest.fixture
 def settings(script):
-    return script.settings_of({"sft": "quickstart"}, 4, [*script.OVERRIDES])  # `sync` has none of its own
+    return script.settings_of({"sft": "quickstart"}, 4, [*script.OVERRIDES])  # `sync` adds none
 
 
 def test_a_finished_run_is_published_and_not_run_again(script, run, settings, tmp_path, monkeypatch, capsys):
@@ -278,7 +278,7 @@ def test_a_mode_that_has_changed_has_no_results(script, run, settings, tmp_path,
 def test_a_run_that_began_with_other_settings_is_refused_before_the_first_run(
     script, run, settings, tmp_path, monkeypatch
 ):
-    """It was broken off, or its result is not published."""
+    """It was interrupted, or its result is not published."""
     (tmp_path / "sync_2s_1").symlink_to(run)
     began = []
     monkeypatch.setattr(script, "run_cell", lambda cell, *_: began.append(str(cell)))
@@ -293,7 +293,7 @@ def test_a_run_that_began_with_other_settings_is_refused_before_the_first_run(
 
 @pytest.fixture
 def launched(script, monkeypatch):
-    """Commands that `run_cell` has started."""
+    """Return the commands that `run_cell` has started."""
     commands = []
 
     class Supervisor:

@@ -24,7 +24,7 @@ def results(script, tmp_path):
 
 
 class Quickstart:
-    """Instead of the real one: fails as often as `failures` says of a run, and writes its journal."""
+    """Stands in for the real one: fails as often as `failures` says of a run, and writes its journal."""
 
     def __init__(self, failures=None, stages=("rl",)):
         self.failures, self.stages, self.started = dict(failures or {}), stages, []
@@ -79,7 +79,7 @@ def test_a_finished_run_is_published_and_not_run_again_and_a_failed_one_is_tried
     made = {name: script.settings_of(cell, DIGESTS, short=True) for cell in cells if (name := str(cell))}
     rows = {name: {"run": name, "settings": made[name], "seconds": 20.0} for name in ("dapo_sync_0", "gmpo_sync_0")}
     assert results().rows == rows
-    second = Quickstart()  # on another machine, which has the results alone
+    second = Quickstart()  # on another machine, which has only the results
     assert script.run_missing(cells, tmp_path / "other", results=results(), start=second, **run) == {}
     assert names(second) == ["sapo_sync_0"]  # the next call tries it again, and no other
 
@@ -130,7 +130,7 @@ def test_a_folder_that_the_script_did_not_begin_is_not_taken_for_a_run(script, t
 
 
 def test_a_folder_that_another_process_writes_ends_the_script(script, results, tmp_path):
-    """Its training lives on where the script was killed: no other run may begin beside it."""
+    """If the script was killed, its training lives on: no other run may begin next to it."""
     start, cells = Quickstart(), one_seed(script, "dapo", "sapo")
     (tmp_path / "dapo_sync_0").mkdir()
     with script.lock_folder(tmp_path / "dapo_sync_0"), pytest.raises(SystemExit, match="Another run writes into"):

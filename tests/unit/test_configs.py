@@ -1,7 +1,7 @@
 """configs/*.yaml against verl's own schema; test_launchers.py has the launchers that run them.
 
 Hydra accepts an unknown key inside a YAML without a word, so a misspelt one would silently do nothing. The tests
-compose with Hydra alone and read verl's sources. A value that several runs share stands once, in configs/shared.
+compose with Hydra only and read verl's sources. A value that several runs share is set once, in configs/shared.
 """
 
 import ast
@@ -93,7 +93,7 @@ composed_once = functools.cache(composed)
 
 
 def entry(run: str) -> str:
-    """verl's YAML that a run begins with."""
+    """Return verl's YAML that a run begins with."""
     return "ppo_trainer" if run in RL_RUNS else "sft_trainer_engine"
 
 
@@ -110,7 +110,7 @@ COUNTS = {"data.train_batch_size", "trainer.total_epochs"}
 
 
 def test_no_two_yamls_say_the_same():
-    """Of runs and of what they share: a value stands in one YAML. `???` is none."""
+    """Runs and what they share set each value in one YAML. `???` does not count as a value."""
     said = defaultdict(list)
     for name in RUNS + SHARED + OPTIONS:
         tree = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"{name}.yaml"))
@@ -259,7 +259,7 @@ def test_vllm_holds_the_longest_sequence_whatever_lengths_a_user_sets(run: str):
 
 
 def test_a_process_that_only_imports_verl_can_resolve_a_run():
-    """As Ray's task runner, which gets the run as it was composed (verl/trainer/main_ppo.py:145)."""
+    """Like Ray's task runner, which gets the run as it was composed (verl/trainer/main_ppo.py:145)."""
     code = (
         "import pickle, sys, verl\nfrom omegaconf import OmegaConf\n"
         "print(OmegaConf.to_container(pickle.load(sys.stdin.buffer), resolve=True))"

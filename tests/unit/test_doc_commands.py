@@ -1,4 +1,4 @@
-"""The commands of the pages can be typed: options parse, overrides fit their run, and the 32B block is in order.
+"""The commands on the pages work as typed: options parse, overrides fit their run, and the 32B block is in order.
 
 Nothing is run: each command's own parser reads what the page has after its name.
 """
@@ -20,7 +20,7 @@ from verl_ext.settings import compose_run
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]
 TUTORIAL = REPO / "docs" / "tutorials" / "train-32b.md"
-SHELL_FRONTS = {  # scripts that hand their arguments on -> the module that parses them, and what they put before
+SHELL_FRONTS = {  # scripts that pass their arguments on -> the module that parses them, and what they put before
     "scripts/merge_and_eval.sh": ("verl_ext.evaluate", ["--checkpoint"]),
     "scripts/quickstart.sh": ("verl_ext.quickstart", []),
 }
@@ -60,7 +60,7 @@ def target(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 class Parsed(BaseException):
-    """The command line was read: an exception, so that nothing comes after it."""
+    """Raised once the command line has been read, so that nothing runs after it."""
 
 
 @pytest.fixture

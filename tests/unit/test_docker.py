@@ -28,7 +28,7 @@ def of(steps: list[tuple[str, str]], instruction: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def packages(steps) -> set[str]:
-    """What apt-get installs."""
+    """Return what apt-get installs."""
     install = next(run for run in of(steps, "RUN") if "apt-get install" in run)
     return {word for word in install.partition("install")[2].partition("&&")[0].split() if not word.startswith("-")}
 

@@ -30,7 +30,7 @@ def text_of(page: Path | str) -> str:
 
 
 def code(page: Path | str) -> list[str]:
-    """What stands between single back quotes."""
+    """Return what stands between single back quotes."""
     return re.findall(r"`([^`\n]+)`", text_of(page))
 
 
@@ -52,7 +52,7 @@ def logged() -> set[str]:
 
 @pytest.fixture(scope="module")
 def settings() -> list[dict]:
-    """The runs of 32B, RL and SFT, as they are composed."""
+    """The composed runs of 32B, RL and SFT."""
     runs = []
     for run in ("qwen2-32b_dapo", "qwen2-32b_sft"):
         with initialize_config_dir(str(REPO / "configs"), version_base=None):
@@ -113,7 +113,7 @@ def test_every_setting_in_the_pages_exists(settings):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_path_that_a_page_names_in_code_exists(page: Path):
-    """From the repository's root; verl's from its package; `*` stands for some file."""
+    """Paths start at the repository's root, verl's at its package; `*` stands for some file."""
     named = {match[0] for text in words_of_code(page) for match in [PATH.match(text)] if match}
     roots = {"verl": VERL.parent}
     missing = [path for path in sorted(named) if not list(roots.get(path.split("/")[0], REPO).glob(path.rstrip("/.")))]
@@ -122,7 +122,7 @@ def test_every_path_that_a_page_names_in_code_exists(page: Path):
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors of a page, as code hosts make them."""
+    """Return the anchors of a page, as code hosts make them."""
     found = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
 

@@ -1,4 +1,4 @@
-"""The acceptance of a GPU machine: its stages run in small on a CPU, and one that breaks is told, whatever it does."""
+"""The acceptance of a GPU machine: its stages run in small on a CPU, and any failure of one is reported."""
 
 import json
 import os
@@ -239,7 +239,7 @@ def test_a_training_step_has_the_model_and_the_tokens_of_its_options(context):
 
 @pytest.fixture
 def one_thread():
-    """As the command has it on a CPU: the sums are small, and processes outnumber cores."""
+    """Use one thread, as the command does on a CPU: the sums are small, and processes outnumber cores."""
     import torch
 
     threads = torch.get_num_threads()
@@ -278,7 +278,7 @@ def test_the_gradient_of_the_logits_is_torchs_own_wherever_it_is_put(keep_logits
 
 @pytest.fixture
 def evaluated(monkeypatch) -> dict[str, str]:
-    """Instead of the command of an evaluation: notes its model, and writes a result: 8 samples, 1.5 calls each."""
+    """Stands in for an evaluation's command: notes its model, and writes a result of 8 samples, 1.5 calls each."""
     seen = {}
 
     def run(command, log, **environment):

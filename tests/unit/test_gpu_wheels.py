@@ -1,4 +1,4 @@
-"""scripts/gpu_wheels.py: what it splits is joined to the same bytes, and what is missing or broken is said by name."""
+"""scripts/gpu_wheels.py: what it splits is joined to the same bytes, and missing or broken parts are named."""
 
 import importlib.util
 import json
@@ -182,7 +182,7 @@ def test_install_takes_what_is_not_here_and_names_what_is_nowhere(tmp_path, monk
 
 
 def test_an_installation_that_fails_is_no_missing_package(tmp_path, monkeypatch):
-    """pip refuses a file that is no archive; the exit status of a SystemExit with a text is 1, MISSING is 3."""
+    """pip refuses a file that is not an archive; the exit status of a SystemExit with a text is 1, MISSING is 3."""
     lock, folder = tmp_path / "gpu.txt", tmp_path / "wheels"
     folder.mkdir()
     lock.write_text("retool-one==1.5\nretool-two==2.5\n")

@@ -1,4 +1,4 @@
-"""The launchers in recipe/retool: what they start, and what verl says of it.
+"""The launchers in recipe/retool: what they start, and whether verl accepts it.
 
 The slow test prints each run by its launcher and lets verl accept it.
 """
@@ -25,7 +25,7 @@ def launcher(run: str) -> Path:
 
 @pytest.fixture
 def fake_python(tmp_path: Path) -> Path:
-    """Stands for Python: prints the folder, the variable and the arguments that a launcher hands on."""
+    """Stands in for Python: prints the folder, the variable and the arguments that a launcher passes on."""
     path = tmp_path / "python"
     path.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$PWD" "$VERL_USE_EXTERNAL_MODULES" "$@"\n')
     path.chmod(0o755)
@@ -57,7 +57,7 @@ def test_launcher_runs_its_config_from_any_folder_with_overrides_last(
     folder, external_modules, *argv = result.stdout.splitlines()
     assert (folder, external_modules) == (str(ROOT), "verl_ext")
     assert argv[0] == "-m" and argv[1].startswith("verl.trainer."), "printing a run needs one process"
-    hydra_args = get_args_parser().parse_args(argv[2:])  # exits where Hydra would refuse the order
+    hydra_args = get_args_parser().parse_args(argv[2:])  # exits if Hydra would refuse the order
     assert (ROOT / hydra_args.config_dir, hydra_args.config_name, hydra_args.cfg) == (ROOT / "configs", run, "job")
     assert hydra_args.overrides[-1] == "trainer.save_freq=7"
     assert not (tmp_path / "out").exists(), "printing a run must leave nothing behind"
@@ -84,7 +84,7 @@ def test_launcher_names_the_missing_input(run: str, variable: str, key: str, tmp
 
 @pytest.mark.parametrize("run", ["smollm2_sft", "smollm2_dapo"])
 def test_the_small_run_takes_a_gpu_or_a_cpu_and_a_model_of_the_hub(run: str, tmp_path: Path):
-    """By one command: without a GPU the launcher adds what a CPU needs, before the user's own overrides."""
+    """One command does: without a GPU the launcher adds what a CPU needs, before the user's own overrides."""
     shows = tmp_path / "python"
     names = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_DEFAULT_FPMATH_MODE")
     shown_first = " ".join(f'"${{{name}-}}"' for name in names)
@@ -106,7 +106,7 @@ def test_the_small_run_takes_a_gpu_or_a_cpu_and_a_model_of_the_hub(run: str, tmp
     strict = shown(RETOOL_HARDWARE="cpu", MODEL_PATH="owner/name", ONEDNN_DEFAULT_FPMATH_MODE="STRICT")
     assert strict[3] == "STRICT"  # the user's stays
     assert any(argument.endswith("model.path='owner/name'") for argument in argv)
-    composed(run, [group])  # there is such a group
+    composed(run, [group])  # the group exists
     on_gpu = shown(RETOOL_HARDWARE="gpu", MODEL_PATH=str(tmp_path))
     assert on_gpu[:4] == [""] * 4 and not [argument for argument in on_gpu if "hardware" in argument]
     missing = launch(run, cwd=tmp_path, **(env | {"MODEL_PATH": "/nowhere"}))
@@ -125,7 +125,7 @@ def test_sft_launcher_joins_nodes_by_variables(tmp_path: Path, fake_python: Path
 
 @pytest.mark.parametrize("run", ["qwen2-32b_sft", "tiny_sft"])
 def test_sft_outlives_its_terminal_under_nohup(run: str, tmp_path: Path, fake_python: Path):
-    """torchrun handles SIGHUP, also where it is ignored, unless it is told which signals to handle."""
+    """torchrun handles SIGHUP even if it is ignored, unless an option says which signals to handle."""
     (tmp_path / "model").mkdir()
     env = {"PYTHON": str(fake_python), "OUTPUT_DIR": str(tmp_path / "out"), "TRAIN_FILE": str(tmp_path), "NNODES": "1"}
     env |= {"DATA_DIR": str(tmp_path), "MODEL_PATH": str(tmp_path / "model"), "DOCTOR": "0", "PATH": os.environ["PATH"]}
@@ -258,7 +258,7 @@ Printed = dict[str, subprocess.CompletedProcess]  # by run
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
-    """What each run's launcher prints. Most of it is verl's import, on one core: two at a time."""
+    """Return what each run's launcher prints. Most of the time is verl's import, on one core: two run at a time."""
     folder = tmp_path_factory.mktemp("printed")
     arguments = ("--cfg", "job", "--resolve", "trainer.save_freq=7")
     with ThreadPoolExecutor(2) as pool:
@@ -268,7 +268,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
 
 @pytest.fixture(scope="module")
 def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run -> traceback, where verl refuses what was printed; one process looks at all."""
+    """Return run -> traceback if verl refuses what was printed; one process checks them all."""
     folder = tmp_path_factory.mktemp("refused")
     for run, result in printed.items():
         (folder / f"{run}.yaml").write_text(result.stdout)

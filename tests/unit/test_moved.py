@@ -1,4 +1,4 @@
-"""Old names of modules: as users' YAMLs, tools, pickles and saved configs have them."""
+"""Old names of modules, as users' YAMLs, tools, pickles and saved configs contain them."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 @pytest.fixture
 def fresh():
-    """Forgets which old names this process has imported."""
+    """Forget which old names this process has imported."""
     old = {f"verl_ext.{name}" for name in moved.MODULES}
 
     def forget():

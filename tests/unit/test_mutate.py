@@ -1,4 +1,4 @@
-"""The mutants of a source, which are drawn, and what is known of them from earlier calls."""
+"""The mutants of a source, which of them are drawn, and what earlier calls found out about them."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""How a rollout ended and who was at fault, by hand; and the spellings that stand in users' files."""
+"""How a rollout ended and who was at fault, by hand; and the spellings that users' files contain."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_only_sandbox_verifier_and_server_are_infrastructure_and_a_bug_is_ours()
 
 
 def test_the_words_of_users_files_stay():
-    """Runs, dumps and evaluations of other days are read by these strings, and dashboards are made of them."""
+    """Older runs, dumps and evaluations are read by these strings, and dashboards use them."""
     assert EVALUATION_FAILURES == ("sandbox_failure", "server_failure", "unverified")
     assert (UNVERIFIED, UNVERIFIED_VERDICT, RolloutEnd.UNVERIFIED) == ("unverified", "unknown", "verifier_unknown")
     assert set(PromptEnd) == {"open", "trained", "equal", "void", "failed", "stale", "surplus"}

@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{{"name": "price_of", "arguments": {{"item": "{}"}}}}\n</to
 
 @pytest.fixture(scope="module")
 def config():
-    """What the launcher gives to verl, but for its paths."""
+    """What the launcher gives to verl, except its paths."""
     verl = importlib.util.find_spec("verl").submodule_search_locations[0]
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         return compose("tiny_dapo", overrides=[f"hydra.searchpath=[file://{verl}/trainer/config]", "+task=shop"])
@@ -43,7 +43,7 @@ def rows(data: Path) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def tools(config):
-    """As verl's agent-loop worker loads them (verl/experimental/agent_loop/agent_loop.py:525)."""
+    """Load them as verl's agent-loop worker does (verl/experimental/agent_loop/agent_loop.py:525)."""
     from verl.tools.tool_registry import load_all_tools
 
     return load_all_tools(None, str(ROOT / config.actor_rollout_ref.rollout.multi_turn.function_tool_path))
@@ -104,7 +104,7 @@ def test_the_verifier_compares_the_box(verify, response, acc, verdict):
 
 
 def test_the_tool_and_the_data_have_the_same_prices(rows, tools):
-    """Each price is written twice: data are made without the tool, which verl loads by itself."""
+    """Each price is written twice: the data are made without the tool, which verl loads by itself."""
     prices = {tool.name: tool for tool in tools}["price_of"].fn
     for row in rows.itertuples():
         number, item = re.search(r"What do (\d+) of (\w+) cost", row.prompt[0]["content"]).groups()

@@ -1,4 +1,4 @@
-"""What `pip install .` brings: every file of the package, also the viewer's pages, scripts and licences."""
+"""What `pip install .` installs: every file of the package, including the viewer's pages, scripts and licences."""
 
 import subprocess
 import sys

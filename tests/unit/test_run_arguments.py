@@ -16,7 +16,7 @@ from verl_ext.report.page import main as report
 
 REPO = Path(__file__).parents[2]
 
-# Stands for the Python of merge_and_eval.sh: looks for the checkpoint as `python -m verl_ext.evaluate` would.
+# Stands in for the Python of merge_and_eval.sh: looks for the checkpoint as `python -m verl_ext.evaluate` would.
 FIND = """
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from verl_ext.versions import detect_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# All that the checks call; a test replaces or removes one.
+# Everything that the checks call; a test replaces or removes one.
 TOOLS = ("bash", "dirname", "uname", "getconf", "awk", "df", "git", "gcc", "cc", "python3")
 
 
@@ -103,7 +103,7 @@ NVCC = "echo 'Cuda compilation tools, release {}, V1'"
 
 @pytest.fixture
 def gpu(checkout, monkeypatch) -> Path:
-    """The checkout on a machine with one GPU of capability 9.0, nvcc 13.0, 8 cores and 100 GB, where all is well."""
+    """A checkout on a machine with one GPU of capability 9.0, nvcc 13.0, 8 cores and 100 GB; every check passes."""
     bin = checkout / "bin"
     for tool in GPU_TOOLS:
         replace(bin / tool, f'exec {REAL[tool]} "$@"')

@@ -1,4 +1,4 @@
-"""`scripts/small_study.py` tells kinds of errors apart by rules."""
+"""`scripts/small_study.py` distinguishes kinds of errors by rules."""
 
 import json
 import subprocess
@@ -85,7 +85,7 @@ def word_problem(number: int, acc: int, **changes) -> dict:
 
 @pytest.fixture
 def evaluate(study, monkeypatch):
-    """In the place of the command: writes what the real one makes of `rows`. `commands` has (command, environment)."""
+    """Stands in for the command: writes what the real one makes of `rows`. `commands` has (command, environment)."""
     told = SimpleNamespace(rows=[], wanted=None, commands=[])
 
     def run(command, *, cwd, env, stdout):

@@ -49,7 +49,7 @@ def test_deaths_are_spread_over_the_steps_and_usage_is_noted_until_the_run_ends(
 
 
 class Process:
-    """As psutil's; `ended`: one that has ended."""
+    """Like psutil's Process; `ended`: one that has ended."""
 
     def __init__(self, files, memory_mb, ended=False):
         self.files, self.memory_mb, self.ended = files, memory_mb, ended

@@ -1,4 +1,4 @@
-"""The command of the stability map: its runs, what of a model's code it executes, and that it goes on where it was."""
+"""The command of the stability map: its runs, what of a model's code it executes, and that it resumes where it was."""
 
 import json
 import os
@@ -50,13 +50,13 @@ def test_anything_else_is_not_run(script, monkeypatch, code):
 
 
 def digests_of(folder):
-    """Of a quickstart `data/sft`: two words for what it holds."""
+    """Return the digests of a quickstart `data/sft`: two words for what it holds."""
     return {"data/rl_train.parquet": folder.parent.name, "sft/merged/model.safetensors": folder.name}
 
 
 @pytest.fixture
 def played(script, monkeypatch, tmp_path):
-    """Names of the runs that are made; nothing is trained."""
+    """The names of the runs that are made; nothing is trained."""
     names = []
 
     def run_cell(cell, config, weights, task, *, steps):
@@ -112,7 +112,7 @@ def test_a_run_that_raises_stops_no_other_and_is_tried_again(script, played, mon
 
 
 def test_a_result_that_cannot_be_written_ends_the_map(script, played, monkeypatch, tmp_path):
-    """Left alone, a pool plays all that it was given, for hours, and nobody writes what it finds."""
+    """Otherwise the pool would play all its runs, for hours, and nobody would write what it finds."""
     plays = script.run_cell
 
     def full(*_):

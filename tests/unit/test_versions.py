@@ -8,7 +8,7 @@ from verl_ext.versions import require_versions
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The versions that are installed, by package: a test may change them."""
+    """The installed versions by package, which a test may change."""
     found = dict(VERSIONS)
 
     def version(name):

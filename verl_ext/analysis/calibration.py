@@ -1,8 +1,8 @@
-"""What a machine's speeds are, found from a run's metrics, and how far simulated steps are from logged ones.
+"""Find a machine's speeds from a run's metrics, and how far simulated steps are from logged ones.
 
 Speeds of the trainer are medians over the fitted steps. Those of a server (seconds of an iteration, seconds per token
-of context and, where they are not known, turns at once) are found by search: the least sum of squared relative errors
-of the rollouts' time and, where a run logs it, of the mean time of a response. All other steps are predictions.
+of context and, if unknown, turns at once) are found by search: the least sum of squared relative errors of the
+rollouts' time and, if a run logs it, of the mean time of a response. All other steps are predictions.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from verl_ext.analysis.schedules import Machine, Step, sync
 from verl_ext.analysis.workload import shape_of
 from verl_ext.runs.metrics import Metrics, read_metrics
 
-GENERATE = "timing_s/agent_loop/generate_sequences/"  # of the published run alone: verl 0.9.1 does not log it
+GENERATE = "timing_s/agent_loop/generate_sequences/"  # only in the published run: verl 0.9.1 does not log it
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published" / "rl.jsonl"
 PUBLISHED_FITTED = (1, 5)
 # Found by `fit`; 320 to 384 turns fit nearly as well. data/published/README.md shows that there were 8 GPUs, and the
@@ -28,11 +28,11 @@ PUBLISHED_SLOTS = (320, 352, 384, 416)
 
 @dataclass(frozen=True)
 class Run:
-    """A run in mode `sync` as the simulation takes it.
+    """A run in mode `sync`, in the form that the simulation takes.
 
     Attributes:
-        name: to be printed.
-        metrics: of its steps.
+        name: printed in tables.
+        metrics: those of its steps.
         prompts, n: groups that a step trains, responses of each.
         machine: without the speeds that are fitted.
         fitted: steps that speeds are fitted to.
@@ -49,14 +49,14 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """Those that are simulated: a process's first ones are left out where there are others."""
+        """Return the steps that are simulated: a process's first ones are left out if there are others."""
         timed = self.metrics.curve("timing_s/gen")[0]
         return [step for step in timed if step not in self.metrics.cold] or timed
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A logged step beside a simulated one; times in seconds. `generate_s` is None where a run does not log it."""
+    """A logged step next to a simulated one; times in seconds. `generate_s` is None if a run does not log it."""
 
     number: int
     is_fitted: bool
@@ -67,7 +67,7 @@ class Compared:
 
 
 def published_run() -> Run:
-    """The published run with the speeds that were found for it."""
+    """Return the published run with the speeds that were found for it."""
     metrics = read_metrics([PUBLISHED])
     metrics = metrics._replace(cold=set())  # nothing was compiled in its first steps: they are no slower
     machine = Machine(8, 4, PUBLISHED_SPEED, 0, 0, 0, 0, workers=128)
@@ -76,10 +76,10 @@ def published_run() -> Run:
 
 
 def own_run(folder: Path) -> Run:
-    """A run's folder, with speeds found from the first third of its steps.
+    """Return the run of a folder, with speeds found from the first third of its steps.
 
     Raises:
-        ValueError: there are no metrics or no config, or its mode is not sync.
+        ValueError: there are no metrics or no config, or the run's mode is not sync.
     """
     files, config = list(folder.glob("metrics*.jsonl")), folder / "hydra" / "config.yaml"
     if not files or not config.is_file():
@@ -103,7 +103,7 @@ def own_run(folder: Path) -> Run:
 
 
 def trainer_speeds(run: Run) -> Machine:
-    """The run's machine with what the trainer takes, from the fitted steps."""
+    """Return the run's machine with the trainer's times, from the fitted steps."""
     rows = [run.metrics.steps[step] for step in run.fitted]
     parts = ("gen", "old_log_prob", "update_actor")
     return replace(
@@ -116,7 +116,7 @@ def trainer_speeds(run: Run) -> Machine:
 
 
 def simulate(run: Run, number: int, machine: Machine) -> Step:
-    """The step as logged, played on `machine`."""
+    """Simulate a logged step on `machine`."""
     metrics = run.metrics.steps[number]
     shape = shape_of(metrics, prompts=run.prompts, n=run.n)
     useful = metrics.get("filter_groups/keep_rate", 1.0) if run.active else 1.0
@@ -124,7 +124,7 @@ def simulate(run: Run, number: int, machine: Machine) -> Step:
 
 
 def compare(run: Run) -> list[Compared]:
-    """All steps of a run, logged and simulated."""
+    """Return all steps of a run, logged and simulated."""
     compared = []
     for number in run.steps:
         row = run.metrics.steps[number]
@@ -134,10 +134,10 @@ def compare(run: Run) -> list[Compared]:
 
 
 def fit(run: Run, slots: Sequence[int], rounds: int = 7) -> Machine:
-    """The run's machine with the server's speed that fits its fitted steps best.
+    """Return the run's machine with the server speed that fits its fitted steps best.
 
     Args:
-        slots: numbers of turns at once that are tried.
+        slots: numbers of turns at once to try.
         rounds: of the search; the last has a step of 2^(2 - rounds), as a logarithm to base 2.
     """
     begin, best = run.machine.speed, (float("inf"), run.machine)
@@ -148,7 +148,7 @@ def fit(run: Run, slots: Sequence[int], rounds: int = 7) -> Machine:
 
 
 def _search(run: Run, machine: Machine, rounds: int) -> tuple[float, Machine]:
-    """Pattern search over the logarithms of both speeds, singly and against each other: (error, machine)."""
+    """Run a pattern search over the logarithms of both speeds, singly and in opposition; return (error, machine)."""
     error = _error(run, machine)
     for step in (2.0 ** (2 - number) for number in range(1, rounds + 1)):
         moves = [(step, 0.0), (-step, 0.0), (0.0, step), (0.0, -step), (step / 4, -step), (-step / 4, step)]

@@ -25,12 +25,12 @@ from verl_ext.protocols.base import MalformedCall, SegmentEncoder, cut_output
 from verl_ext.protocols.code import CODE_STOP, CodeProtocol, extract_code
 from verl_ext.reward.score import score_answer
 
-COSINE_AT, FRESH = (20, 60), 4  # steps that have a cosine; batches of fresh rollouts that one is taken to
+COSINE_AT, FRESH = (20, 60), 4  # steps that have a cosine; batches of fresh rollouts that it compares with
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of the map. `bf16`: the rollout engine rounds as one in bfloat16; the trainer is in fp32 always."""
+    """A run of the map. `bf16`: the rollout engine rounds like one in bfloat16; the trainer is always in fp32."""
 
     objective: str
     staleness: int
@@ -51,8 +51,8 @@ class Task:
     """Problems, the interpreter and the reward.
 
     Args:
-        config: of the run.
-        interpret: what the interpreter says to code. It gets the model's own text, and must be safe for any.
+        config: the run's config.
+        interpret: returns what the interpreter answers to code. It gets the model's text and must be safe for any.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Task:
         self._said: dict[str, list[int]] = {}
 
     def reply(self, rollout: Rollout) -> list[int] | None:
-        """What follows a response that has closed a block of code; None if it may not call again."""
+        """Return what follows a response that has closed a block of code; None if it may not call again."""
         if rollout.calls == self._retool.max_tool_calls:
             return None
         rollout.calls += 1
@@ -89,7 +89,7 @@ class Task:
         return self._said[text]
 
     def accuracy(self, rollout: Rollout, truth: str) -> float:
-        """Of the policy's own turns, as the reward manager reads them."""
+        """Return the accuracy of the policy's own turns, as the reward manager reads them."""
         turns = [
             self._tokenizer.decode([token for token, _ in turn], skip_special_tokens=True)
             for is_own, turn in itertools.groupby(zip(rollout.ids, rollout.mask, strict=True), lambda pair: pair[1])
@@ -98,7 +98,7 @@ class Task:
         return float(score_answer("\n".join(turns), truth).acc or 0.0)
 
     def rewards(self, accuracies: Sequence[float], lengths: Tensor) -> Tensor:
-        """float[B]: +1 or -1 and the soft length penalty."""
+        """Return float[B]: +1 or -1, plus the soft length penalty."""
         penalty = overlong_penalty(lengths, max_length=self.limit, buffer=self._buffer)
         return 2 * torch.tensor(accuracies) - 1 + penalty
 
@@ -115,7 +115,7 @@ class Sampled(NamedTuple):
 
 
 def run_cell(cell: Cell, config: dict, start: Weights, task: Task, *, steps: int) -> dict:
-    """Trains, and returns what it saw: the cell, accuracy on held-out problems before and after, and rows of steps."""
+    """Train, and return the cell, the accuracy on held-out problems before and after, and rows of steps."""
     preset = read_preset(cell.objective)
     prompts, optim = preset.config.data.train_batch_size, preset.config.actor_rollout_ref.actor.optim
     trainer, engine = TinyModel(config), TinyModel(config, bf16=cell.bf16)
@@ -150,7 +150,7 @@ def run_cell(cell: Cell, config: dict, start: Weights, task: Task, *, steps: int
 def roll_out(
     engine: TinyModel, weights: Weights, problems: Sequence[Problem], task: Task, generator: torch.Generator
 ) -> Sampled:
-    """`task.n` responses to each problem, scored."""
+    """Return `task.n` responses to each problem, scored."""
     asked = [problem for problem in problems for _ in range(task.n)]
     prompts = [problem.prompt for problem in asked]
     rollouts = engine.sample(weights, prompts, limit=task.limit, reply=task.reply, stop=task.stop, generator=generator)
@@ -187,7 +187,7 @@ def _prepared(preset: Preset, sampled: Sampled, old: Tensor | None, updates: int
 
 
 def gradient(preset: Preset, model: TinyModel, weights: Weights, sampled: Sampled) -> Tensor:
-    """float[parameters]: of the loss of the whole batch, as the first update would have it."""
+    """Return float[parameters], the gradient of the loss of the whole batch, as for the first update."""
     rows = torch.arange(len(sampled.ids))
     log_prob = _log_probs(model, weights, sampled, rows)
     old = log_prob.detach() if preset.needs_old_log_probs else None
@@ -196,7 +196,7 @@ def gradient(preset: Preset, model: TinyModel, weights: Weights, sampled: Sample
 
 
 def held_out_accuracy(model: TinyModel, weights: Weights, task: Task) -> float:
-    """Of one response to each held-out problem, always drawn from the same seed."""
+    """Return the accuracy of one response to each held-out problem, always drawn from the same seed."""
     prompts = [problem.prompt for problem in task.held_out]
     generator = torch.Generator().manual_seed(0)
     rollouts = model.sample(weights, prompts, limit=task.limit, reply=task.reply, stop=task.stop, generator=generator)
@@ -206,12 +206,12 @@ def held_out_accuracy(model: TinyModel, weights: Weights, task: Task) -> float:
 def _update(
     preset: Preset, model: TinyModel, weights: Weights, optimizer: torch.optim.Optimizer, sampled: Sampled
 ) -> dict[str, float]:
-    """The updates of a step: shares of tokens by kind, the largest gradient, the engine's distance from the trainer."""
+    """Apply a step's updates; return token shares by kind, the largest gradient, and how far the engine is off."""
     counts: dict[str, float] = {}
     norms, update = [], None
     for rows in torch.arange(len(sampled.ids)).chunk(preset.updates):
         log_prob = _log_probs(model, weights, sampled, rows)
-        if update is None:  # nothing has moved: these are the old log-probs, too
+        if update is None:  # nothing has moved: these are also the old log-probs
             off = (log_prob.detach() - sampled.batch.rollout_log_prob[rows]).abs()
             difference = float(off[sampled.batch.mask[rows]].mean())
             old = log_prob.detach() if preset.needs_old_log_probs else None

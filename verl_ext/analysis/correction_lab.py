@@ -1,19 +1,19 @@
 """One recorded batch under every objective: `python -m verl_ext.analysis.correction_lab RUN --step N`.
 
-RUN recorded the batch with `retool.record_batches.enable=true`. Each preset of configs/objective is applied to it as it
-is, with its own advantages, weights and bounds, at two places:
+RUN recorded the batch with `retool.record_batches.enable=true`. Each preset of configs/objective is applied unchanged
+to it, with its own advantages, weights and bounds, at two places:
 - start: the trainer is where it was before the first update of the batch. Ratios to the trainer's own old log-probs are
-  1, those to the rollout engine's are what staleness and the engine's numerics make of them;
+  1; those to the rollout engine's differ from 1 by staleness and the engine's numerics;
 - end: the trainer is where it was after the last update. No mini-batch was trained there: the first one saw the ratios
-  of the start, and each later one those of the policy after the updates before it.
+  of the start, and each later one those of the policy after the preceding updates.
 
-A weight is what multiplies A x (gradient of log pi) of a token: the ratio, its clips and its corrections. Weights are
-of tokens whose advantage is not 0. The gradient is the one by the tokens' log-probs, which is what an objective's file
-gives; cosines are between these vectors of the whole batch, not between gradients of the model's parameters.
+A weight is the factor of A x (gradient of log pi) of a token: the ratio, its clips and its corrections. Only tokens
+whose advantage is not 0 have a weight. The gradient is by the tokens' log-probs, as an objective's file gives it;
+cosines are between these vectors of the whole batch, not between gradients of the model's parameters.
 
-Departures from a run: the batch is one mini-batch. No group is generated anew: where a preset filters groups, one whose
-answers are all right or all wrong has advantage 0, as a filler. grpo_roc keeps half of each group that is there, of
-which it would have had twice as many; its draws have seed 0.
+Departures from a run: the batch is one mini-batch. No group is generated anew: if a preset filters groups, one whose
+answers are all right or all wrong has advantage 0, as a filler. grpo_roc keeps half of each existing group, but in a
+run its groups would have been twice as large; its draws have seed 0.
 """
 
 import argparse
@@ -43,13 +43,13 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 class Applied(NamedTuple):
-    """An objective on a batch.
+    """An objective applied to a batch.
 
     Attributes:
-        gradient: float64[B, T], of the loss by the log-probs; 0 of a response that the preset leaves out.
+        gradient: float64[B, T], of the loss by the log-probs; 0 for a response that the preset leaves out.
         weights: float64[tokens whose advantage is not 0].
         tokens: number of sampled tokens.
-        clipped_low, clipped_high, dropped: numbers of them.
+        clipped_low, clipped_high, dropped: numbers of such tokens.
     """
 
     gradient: Tensor
@@ -61,7 +61,7 @@ class Applied(NamedTuple):
 
 
 def apply(preset: Preset, recorded: RecordedBatch, log_prob: Tensor) -> Applied:
-    """A preset on a recorded batch, the policy at `log_prob` (float[B, T])."""
+    """Apply a preset to a recorded batch, with the policy at `log_prob` (float[B, T])."""
     numbers = (recorded.rollout_log_prob, recorded.old_log_prob, log_prob, recorded.sum_pi_squared)
     finite = torch.stack([each.isfinite() for each in numbers]).all(0)
     rows = _kept(preset, recorded)
@@ -85,7 +85,7 @@ def apply(preset: Preset, recorded: RecordedBatch, log_prob: Tensor) -> Applied:
 
 
 def _kept(preset: Preset, recorded: RecordedBatch) -> Tensor:
-    """int[rows]: all, or half of each group."""
+    """Return int[rows]: all rows, or half of each group."""
     rule = preset.config.trainer.v1.sampler.sampler_kwargs.resample
     if not rule:
         return torch.arange(len(recorded.groups))
@@ -101,7 +101,7 @@ def _kept(preset: Preset, recorded: RecordedBatch) -> Tensor:
 def _advantages(
     preset: Preset, recorded: RecordedBatch, rows: Tensor, batch: Batch, old: Tensor, squares: Tensor
 ) -> Tensor:
-    """float64[rows, T], or [rows, 1]: as the preset's estimator, filter of groups and filter of turns have them."""
+    """Return float64[rows, T], or [rows, 1], as by the preset's estimator, filter of groups and filter of turns."""
     algorithm = preset.config.algorithm
     if algorithm.adv_estimator == "tir_otb":
         found = tir_otb(at_last_own(batch.rewards, batch.mask), batch.mask, batch.groups, old, squares)
@@ -114,13 +114,13 @@ def _advantages(
 
 
 def effective_share(weights: Tensor) -> float | None:
-    """Effective sample size over the number of weights, (sum w)^2 / (n sum w^2): 1 of equal ones; None of none."""
+    """Return effective sample size over number of weights, (sum w)^2 / (n sum w^2): 1 if all equal, None if none."""
     squares = float((weights**2).sum())
     return float(weights.sum()) ** 2 / (len(weights) * squares) if squares else None
 
 
 def figures(applied: Applied) -> dict[str, Any]:
-    """The numbers of a line of the table."""
+    """Return the numbers of a line of the table."""
     tokens, weights = max(applied.tokens, 1), applied.weights.numpy()
     return {
         "tokens": applied.tokens,
@@ -139,13 +139,13 @@ def _tails(weights: np.ndarray) -> dict[str, float]:
 
 
 def look(recorded: RecordedBatch, presets: Sequence[Preset]) -> dict[str, Any]:
-    """place -> figures of each preset, and cosines between their gradients."""
+    """Return place -> figures of each preset, and cosines between their gradients."""
     result = {}
     for place, log_prob in zip(PLACES, (recorded.old_log_prob, recorded.log_prob), strict=True):
         applied = {}
         for preset in presets:
             found = apply(preset, recorded, log_prob)
-            # The padding of all presets' gradients would be most of the memory.
+            # The padding of all presets' gradients would take most of the memory.
             applied[preset.name] = found._replace(gradient=found.gradient[recorded.mask])
         result[place] = {
             "presets": {name: figures(each) for name, each in applied.items()},
@@ -158,7 +158,7 @@ def look(recorded: RecordedBatch, presets: Sequence[Preset]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures of one place, a line a preset."""
+    """Return the figures of one place, a line per preset."""
     head = "".join(f"{name:>10}" for name in ("dropped", "low", "high", "w .5", "w .9", "w .99", "w max"))
     lines = [f"{'objective':<16}{'ESS':>7}{head}"]
     for name, each in found["presets"].items():
@@ -170,7 +170,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def describe(recorded: RecordedBatch, step: int) -> str:
-    """What the batch is, and how far its policies are apart."""
+    """Describe the batch, and how far apart its policies are."""
     mask = recorded.mask
     versions = sorted({each for pair in recorded.versions for each in pair if each is not None})
     distance = {
@@ -188,7 +188,7 @@ def describe(recorded: RecordedBatch, step: int) -> str:
 
 
 def draw(found: dict[str, Any], place: str, out: Path) -> None:
-    """The cosines of one place as a heat map."""
+    """Draw the cosines of one place as a heat map."""
     names = list(found["presets"])
     cells = {
         (one, other): (value, f"{value:.3f}")
@@ -201,7 +201,7 @@ def draw(found: dict[str, Any], place: str, out: Path) -> None:
 
 
 def all_presets() -> list[Preset]:
-    """Every preset of configs/objective."""
+    """Return every preset of configs/objective."""
     names = sorted(path.stem for path in (CONFIGS / "objective").glob("*.yaml"))
     return [Preset(name, compose_run(RUN, [f"objective={name}"])) for name in names]
 

@@ -1,4 +1,4 @@
-"""Discrete events: inference servers that share their speed among turns, a sandbox with workers, and a clock.
+"""Simulate discrete events: inference servers that share their speed among turns, a sandbox with workers, a clock.
 
 A server admits up to `slots` turns, first come first served; a response that comes back from the sandbox queues again,
 as a new request does in vLLM. Every admitted turn gets one token per iteration, and an iteration takes
@@ -17,7 +17,7 @@ from verl_ext.analysis.workload import Group, Response
 
 @dataclass(frozen=True)
 class Speed:
-    """A server's: turns at once, seconds of an iteration, and seconds more for each token of context."""
+    """A server's speed: turns at once, seconds of an iteration, and additional seconds for each token of context."""
 
     slots: int
     iteration_s: float
@@ -46,7 +46,7 @@ class Server:
             heapq.heappush(self.admitted, (self.position + response.turn_tokens, next(self._order), response))
 
     def seconds_to_next(self) -> float:
-        """Seconds until the first admitted turn ends, if nothing changes before."""
+        """Return the seconds until the first admitted turn ends, if nothing changes earlier."""
         if self.is_paused or not self.admitted:
             return math.inf
         tokens = self.admitted[0][0] - self.position
@@ -54,7 +54,7 @@ class Server:
         return tokens * (now + growth * tokens)
 
     def pass_time(self, seconds: float) -> None:
-        """Every admitted turn goes on for `seconds`, which are at most `seconds_to_next`."""
+        """Let every admitted turn continue for `seconds`, which are at most `seconds_to_next`."""
         if self.is_paused or not self.admitted:
             return
         now, growth = self._rates()
@@ -67,7 +67,7 @@ class Server:
         self.context += tokens * len(self.admitted)
 
     def end_first(self) -> Response:
-        """Takes out the first turn, which has ended."""
+        """Take out the first turn, which has ended."""
         self.context += (self.admitted[0][0] - self.position) * len(self.admitted)  # rounding
         self.position, _, response = heapq.heappop(self.admitted)
         response.context += response.turn_tokens
@@ -76,7 +76,7 @@ class Server:
         return response
 
     def _rates(self) -> tuple[float, float]:
-        """t tokens from now take t x (first + second x t) seconds: contexts grow by a token each per iteration."""
+        """Return rates: t tokens from now take t x (first + second x t) s, as each context grows per iteration."""
         speed = self.speed
         return speed.iteration_s + speed.context_s * self.context, speed.context_s * len(self.admitted) / 2
 
@@ -98,7 +98,7 @@ class Simulation:
         heapq.heappush(self._timers, (self.now_s + seconds, next(self._order), action))
 
     def issue(self, group: Group) -> None:
-        """Sends the responses of a group to the servers, in turns."""
+        """Send the responses of a group to the servers in rotation."""
         for response in group.responses:
             self._ask(response, self.servers[self._issued % len(self.servers)])
             self._issued += 1
@@ -108,10 +108,10 @@ class Simulation:
             server.is_paused = is_paused
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Plays events until `is_over`.
+        """Simulate events until `is_over`.
 
         Raises:
-            RuntimeError: nothing is left to happen before that.
+            RuntimeError: no event is left, and it is not over.
         """
         while not is_over():
             waits = [server.seconds_to_next() for server in self.servers]

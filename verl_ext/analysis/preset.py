@@ -1,8 +1,8 @@
-"""A preset of configs/objective on a batch in memory: advantages, weights and loss, without verl's trainer.
+"""Apply a preset of configs/objective to a batch in memory: advantages, weights and loss, without verl's trainer.
 
-Calls the files of verl_ext/objectives through the adapter that verl calls (verl_ext/trainer/objective.py). What needs
-verl's sampler or more passes has no place here: resampling, filters of groups and turns, `sum_pi_squared`. A recorded
-batch has some of it (correction_lab.py).
+It calls the files of verl_ext/objectives through the adapter that verl calls (verl_ext/trainer/objective.py). Features
+that need verl's sampler or more passes are missing: resampling, filters of groups and turns, `sum_pi_squared`. A
+recorded batch has some of them (correction_lab.py).
 """
 
 import functools
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     Attributes:
         mask: bool[B, T], tokens that the policy sampled.
-        rollout_log_prob: float[B, T], as the rollout engine noted them.
+        rollout_log_prob: float[B, T], as the rollout engine reported them.
         rewards: float[B].
         groups: the group of each row.
     """
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a mini-batch has beside its log-probs; rows of `Batch`."""
+    """What a mini-batch has besides its log-probs; rows of `Batch`."""
 
     old_log_prob: Tensor
     advantages: Tensor
@@ -63,19 +63,19 @@ class Preset:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the trainer passes over the batch before the first update."""
+        """Return whether the trainer makes a pass over the batch before the first update."""
         return not self.config.algorithm.rollout_correction.bypass_mode
 
     @property
     def updates(self) -> int:
-        """Mini-batches of a batch."""
+        """Return the number of mini-batches of a batch."""
         return self.config.data.train_batch_size // self._actor.ppo_mini_batch_size
 
     def prepare(self, batch: Batch, old_log_prob: Tensor | None, *, updates: int, advantages: Tensor) -> Update:
-        """What the losses of all mini-batches are computed from.
+        """Return what the losses of all mini-batches are computed from.
 
         Args:
-            old_log_prob: float[B, T], of the trainer before the first update; None where the preset has none.
+            old_log_prob: float[B, T], the trainer's before the first update; None if the preset has none.
             updates: mini-batches of the batch.
             advantages: float[B, T], or [B, 1].
         """
@@ -85,11 +85,11 @@ class Preset:
         return Update(old, found * batch.mask, self._weights(batch, old_log_prob), batch.mask)
 
     def loss(self, update: Update, rows: Tensor, log_prob: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a mini-batch, and counts of its tokens by name: tokens, clipped_low, clipped_high, dropped, ...
+        """Return the loss of a mini-batch, and its token counts: tokens, clipped_low, clipped_high, dropped, ...
 
         Args:
-            rows: int[b], of the mini-batch.
-            log_prob: float[b, T], of the trained policy; has the gradient.
+            rows: int[b], those of the mini-batch.
+            log_prob: float[b, T], the trained policy's; has the gradient.
         """
         mask = update.mask[rows]
         info = {
@@ -112,7 +112,7 @@ class Preset:
         return value, {name.removeprefix(COUNT): count for name, count in counts.items()}
 
     def terms(self, update: Update, log_prob: Tensor) -> Terms:
-        """The objective of each token of the whole batch, without a mean."""
+        """Return the objective of each token of the whole batch, without a mean."""
         loss = LOSSES[self._mode]
         tokens = Tokens(log_prob, update.old_log_prob, update.advantages, update.mask, update.weights)
         return loss.objective(tokens, **{name: self._actor[key] for name, key in loss.settings.items()})
@@ -130,15 +130,15 @@ class Preset:
         return self._actor.policy_loss.unit
 
     def advantages(self, batch: Batch) -> Tensor:
-        """float[B], without the unit of the mean."""
+        """Return float[B], without the unit of the mean."""
         algorithm = self.config.algorithm
         if algorithm.adv_estimator == "maxrl":
             return maxrl(batch.rewards, batch.groups)
         return group_mean(batch.rewards, batch.groups, by_std=algorithm.norm_adv_by_std_in_grpo)
 
     def is_trained(self, right: Tensor, groups: Sequence[str]) -> Tensor:
-        """bool[B]: whether a row trains. Where the preset filters groups, those that are all right or all wrong do not,
-        also if the length penalty makes their rewards differ: as fillers they have advantage 0.
+        """Return bool[B], whether a row trains. If the preset filters groups, those that are all right or all wrong do
+        not, even if the length penalty makes their rewards differ: as fillers they have advantage 0.
 
         Args:
             right: float[B], accuracies.
@@ -150,7 +150,7 @@ class Preset:
         return found
 
     def _weights(self, batch: Batch, old_log_prob: Tensor | None) -> Tensor | None:
-        """As verl computes them once a batch (rollout_corr_helper.py:502, 0.9.1); 0 outside of the mask."""
+        """Return weights as verl computes them once per batch (rollout_corr_helper.py:502, 0.9.1); 0 outside `mask`."""
         correction = self.config.algorithm.rollout_correction
         if old_log_prob is None or not correction.rollout_is:
             return None
@@ -163,20 +163,20 @@ class Preset:
         if not lower:
             weights = truncate(ratio, float(upper))
         elif self._mode == "retool_mis":
-            weights = masked(ratio, float(upper))  # the lower bound is verl's form of none
+            weights = masked(ratio, float(upper))  # the lower bound is how verl spells "none"
         else:
             weights = pop(ratio, float(lower), float(upper))
         return torch.where(batch.mask, weights, 0)
 
 
-@functools.cache  # of verl's hundred files
+@functools.cache  # verl has a hundred files
 def read_preset(name: str, run: str = RUN) -> Preset:
-    """`objective=NAME` of a run.
+    """Return the preset `objective=NAME` of a run.
 
     Args:
         run: name of its YAML in configs/.
     Raises:
-        ValueError: no such preset, or one that needs more than a batch.
+        ValueError: there is no such preset, or it needs more than a batch.
     """
     known = sorted({path.stem for path in (CONFIGS / "objective").glob("*.yaml")} - NEEDS_MORE.keys())
     if name not in known:
@@ -186,6 +186,6 @@ def read_preset(name: str, run: str = RUN) -> Preset:
 
 
 def cosine(first: Tensor, second: Tensor) -> float | None:
-    """Between two gradients of one shape; None where one is 0 or not finite."""
+    """Return the cosine between two gradients of one shape; None if one is 0 or not finite."""
     norms = float(first.norm() * second.norm())
     return float((first * second).sum()) / norms if 0 < norms < float("inf") else None

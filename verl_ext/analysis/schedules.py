@@ -1,13 +1,13 @@
-"""The trainer's modes over simulated rollouts: `sync`, `partial` (verl's colocate_async), `asynchronous`.
+"""Simulate the trainer's modes over simulated rollouts: `sync`, `partial` (verl's colocate_async), `asynchronous`.
 
-A step trains `prompts` groups. What a mode does beside that:
+A step trains `prompts` groups. The modes differ in this:
 - sync: issues them, waits for the last response, trains. With active sampling a group whose rewards are equal is
   replaced at once, until the step has as many useful groups as it trains.
-- partial: holds two steps' groups in flight (verl's num_warmup_batches: 1). As soon as one step's are there, servers
-  stop, the trainer takes the GPUs, and unfinished responses go on afterwards where they were.
-- asynchronous: servers and trainer have GPUs of their own. At most `staleness + 1` steps' groups more than were trained
+- partial: keeps two steps' groups in flight (verl's num_warmup_batches: 1). As soon as one step's are there, servers
+  stop, the trainer takes the GPUs, and unfinished responses continue afterwards from where they were.
+- asynchronous: servers and trainer have separate GPUs. At most `staleness + 1` steps' groups more than were trained
   are issued (AReaL's rule).
-Where more groups have ended than a step trains, it takes those that were issued first, as the sampler does
+If more groups have ended than a step trains, it takes those that were issued first, as the sampler does
 (trainer/sampler.py).
 """
 
@@ -19,7 +19,7 @@ from statistics import fmean
 from verl_ext.analysis.events import Simulation, Speed
 from verl_ext.analysis.workload import Group, Response, Shape, draw
 
-STOCK_LASTS = 8  # steps for which a batch of the first ones is waiting for the trainer, at the most
+STOCK_LASTS = 8  # steps, at most, for which a batch of the first ones is waiting for the trainer
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Machine:
     """A machine's size and speeds.
 
     Attributes:
-        gpus: all of them.
-        gpus_per_server: of one inference server (tensor parallelism).
-        speed: of one server.
+        gpus: number of all GPUs.
+        gpus_per_server: GPUs of one inference server (tensor parallelism).
+        speed: that of one server.
         log_prob_s: seconds per token, prompt included, of the pass for old log-probs on all GPUs.
-        update_s: the same of the update.
-        switch_s: seconds of a step's rollouts beside the slowest response: servers wake up and take weights.
-        other_s: seconds of a step beside all that.
-        workers: of the sandbox.
+        update_s: the same for the update.
+        switch_s: seconds of a step's rollouts besides the slowest response: servers wake up and take weights.
+        other_s: seconds of a step besides all these.
+        workers: number of sandbox workers.
     """
 
     gpus: int
@@ -49,16 +49,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took, in seconds: means over the steps that were played.
+    """What a step took, in seconds: means over the simulated steps.
 
     Attributes:
         step_s: from one step's end to the next one's.
-        rollout_s: while the trainer waited for rollouts.
+        rollout_s: time for which the trainer waited for rollouts.
         train_s: log-probs, update and the rest.
         useful: groups with a gradient that it trained.
-        tokens: that it trained, prompts included.
-        generate_s: mean over its responses, from asking to having, over all turns.
-        oldest: versions between issue and training of the group for which they are most.
+        tokens: those that it trained, prompts included.
+        generate_s: mean over its responses, from request to answer, over all turns.
+        oldest: most versions between issue and training of any group.
     """
 
     step_s: float
@@ -71,10 +71,10 @@ class Step:
 
 
 def coarser(machine: Machine, shape: Shape, factor: int) -> tuple[Machine, Shape]:
-    """The same step with 1/`factor` of its groups, slots and workers, where a token and a context weigh as many.
+    """Return the step with 1/`factor` of its groups, slots and workers, each token and context costing `factor` times.
 
     Raises:
-        ValueError: slots, workers or groups do not divide.
+        ValueError: slots, workers or groups are not divisible.
     """
     sizes = (machine.speed.slots, machine.workers, shape.prompts)
     if any(size % factor for size in sizes):
@@ -95,7 +95,7 @@ def sync(
     log_probs: bool = True,
     seed: int = 0,
 ) -> Step:
-    """One step.
+    """Simulate one step.
 
     Args:
         train: groups that it trains; None: all that are generated.
@@ -141,7 +141,7 @@ def sync(
 def partial(
     machine: Machine, shape: Shape, *, useful: float = 1.0, log_probs: bool = True, steps: int = 6, seed: int = 0
 ) -> Step:
-    """Means over `steps` steps, after as many that are not counted. Arguments: as `sync`."""
+    """Return means over `steps` steps, after as many that are not counted. Arguments: as for `sync`."""
     player = _Player(machine, machine.gpus, shape, useful, seed)
     player.issue(2 * shape.prompts)
     played = []
@@ -172,7 +172,7 @@ def asynchronous(
     steps: int = 6,
     seed: int = 0,
 ) -> Step:
-    """Means over `steps` steps, after those in which what was issued at the start is used up.
+    """Return means over `steps` steps, after those that use up what was issued at the start.
 
     Raises:
         ValueError: servers or trainer would have no GPU.
@@ -222,7 +222,7 @@ class _Player:
         self.ended += 1
 
     def take(self, version: int) -> tuple[list[Group], int]:
-        """A step's groups, those of the ended ones that were issued first, and the versions the oldest is behind."""
+        """Return a step's groups, the ended ones that were issued first, and how many versions the oldest is behind."""
         places = [place for place, group in enumerate(self._groups) if not group.open][: self._shape.prompts]
         batch = [self._groups[place] for place in places]
         for place in reversed(places):
@@ -242,7 +242,7 @@ def _simulation(machine: Machine, gpus: int, shape: Shape, on_group: Callable[[G
 
 
 def _train_s(machine: Machine, tokens: float, gpus: int, log_probs: bool) -> float:
-    """The trainer's speed is in proportion to its GPUs."""
+    """Return the trainer's seconds: its speed is proportional to its GPUs."""
     per_token = machine.update_s + (machine.log_prob_s if log_probs else 0.0)
     return tokens * per_token * machine.gpus / gpus + machine.other_s
 

@@ -1,4 +1,4 @@
-"""What the runs of the stability map say: a table, and a heat map for each of four figures."""
+"""Summarise the runs of the stability map: a table, and a heat map for each of four figures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +19,10 @@ class Summary(NamedTuple):
     Attributes:
         seeds: number of runs.
         accuracy: mean on held-out problems after training.
-        half_width: of its 95% interval by Student's t over seeds; None with one seed.
+        half_width: half of its 95% interval by Student's t over seeds; None with one seed.
         collapsed: share of the runs that end below where they began.
-        masked: shares of tokens that were clipped and that were dropped, added; mean over steps and runs.
-        cosine: of the gradient and the one of fresh rollouts, mean over steps and runs; None if none was measured.
+        masked: sum of the shares of clipped and of dropped tokens; mean over steps and runs.
+        cosine: between the gradient and that of fresh rollouts, mean over steps and runs; None if none was measured.
     """
 
     seeds: int
@@ -34,10 +34,10 @@ class Summary(NamedTuple):
 
 
 def read_runs(path: Path) -> dict[Cell, dict]:
-    """Each run of a file, one a line as `in_short` makes it; none where there is no file.
+    """Return each run of a file, one per line as `in_short` makes it; none if there is no file.
 
     Raises:
-        ValueError: a line is no run, or the runs differ in their number of steps.
+        ValueError: a line is not a run, or the runs differ in their number of steps.
     """
     found: dict[Cell, dict] = {}
     if path.exists():
@@ -50,7 +50,7 @@ def read_runs(path: Path) -> dict[Cell, dict]:
 
 
 def in_short(result: dict, steps: int = 10) -> dict:
-    """A run of cell.py with the means of each `steps` steps as its rows, in three digits."""
+    """Return a run of cell.py with the means of each `steps` steps as its rows, in three digits."""
     rows = []
     for start in range(0, len(result["rows"]), steps):
         group = result["rows"][start : start + steps]
@@ -60,7 +60,7 @@ def in_short(result: dict, steps: int = 10) -> dict:
 
 
 def summarize(results: Sequence[dict]) -> Summary:
-    """Figures of runs that differ in their seed alone; at least one."""
+    """Return figures of runs that differ only in their seed; there must be at least one."""
     after = [result["after"] for result in results]
     rows = [row for result in results for row in result["rows"]]
     cosines = [row["cosine"] for row in rows if row.get("cosine") is not None]
@@ -77,7 +77,7 @@ def summarize(results: Sequence[dict]) -> Summary:
 def summaries(
     objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict]
 ) -> dict[tuple[str, Condition], Summary]:
-    """Of the objectives and conditions that have a run."""
+    """Return summaries of the objectives and conditions that have a run."""
     result = {}
     for name in objectives:
         for staleness, bf16 in conditions:
@@ -92,7 +92,7 @@ def summaries(
 
 
 def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict], wanted: int) -> str:
-    """A line for each objective and condition that has a run, and how many of `wanted` runs are there."""
+    """Return a line for each objective and condition that has a run, and how many of `wanted` runs are there."""
     lines = [
         f"{'objective':<16}{'condition':<20}{'seeds':>6}{'accuracy':>15}{'collapsed':>11}{'masked':>9}{'cosine':>8}"
     ]
@@ -110,7 +110,7 @@ def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dic
 def write_maps(
     objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict], out: Path
 ) -> list[Path]:
-    """Writes a heat map for each figure into `out`, and returns the files."""
+    """Write a heat map for each figure into `out`, and return the files."""
     figures = {
         "accuracy": ("Accuracy on held-out problems, with 95% intervals over seeds", (0.3, 1.0)),
         "collapsed": ("Share of runs that end below their start", (0.0, 1.0)),

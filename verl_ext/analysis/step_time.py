@@ -1,7 +1,7 @@
-"""How long a step would take in another mode: `python -m verl_ext.analysis.step_time [RUN ...]`.
+"""Estimate how long a step would take in another mode: `python -m verl_ext.analysis.step_time [RUN ...]`.
 
 Prints the simulation's error on the published run and on each RUN, a folder of an RL run in mode sync, then the time of
-a step of the published run in each mode. What it assumes and what it was fitted to: docs/evidence/async.md
+a step of the published run in each mode. For its assumptions and what it was fitted to see docs/evidence/async.md
 """
 
 import argparse
@@ -27,12 +27,12 @@ from verl_ext.plots.charts import Chart, Series
 from verl_ext.plots.drawing import write_picture
 
 STALENESS = range(1, 9)
-APART, WITHOUT = "asynchronous", "icepop_onpolicy"  # which has no pass for old log-probs
-COARSE = 8  # modes are compared with so much fewer responses, of a server that is as much smaller
+APART, WITHOUT = "asynchronous", "icepop_onpolicy"  # the second has no pass for old log-probs
+COARSE = 8  # modes are compared with responses fewer, and a server smaller, by this factor
 
 
 class Variant(NamedTuple):
-    """A line of the table. `staleness`: of asynchronous ones, for the chart."""
+    """A line of the table. `staleness` is that of asynchronous ones, for the chart."""
 
     name: str
     step: Step
@@ -40,12 +40,12 @@ class Variant(NamedTuple):
 
 
 def variants(machine: Machine, shape: Shape, *, useful: float, rollout_gpus: int, steps: int) -> Iterator[Variant]:
-    """A step in each mode, one after the other.
+    """Yield a step in each mode.
 
     Args:
         useful: share of groups whose rewards differ.
-        rollout_gpus: GPUs of the servers where they have their own.
-        steps: that a mean of `partial` and `asynchronous` is over.
+        rollout_gpus: GPUs of the servers if they have separate ones.
+        steps: number of steps over which `partial` and `asynchronous` take means.
     """
     more = replace(machine, workers=4 * machine.workers)
     yield Variant("sync", sync(machine, shape, useful=useful))
@@ -61,7 +61,7 @@ def variants(machine: Machine, shape: Shape, *, useful: float, rollout_gpus: int
 
 
 def error_table(run: Run, compared: Sequence[Compared]) -> str:
-    """Logged and simulated times of each step, their differences, and means of these over steps not fitted."""
+    """Return logged and simulated times of each step, their differences, and means of these over steps not fitted."""
     speed = run.machine.speed
     lines = [
         f"{run.name}: {speed.slots} turns at once, {1e3 * speed.iteration_s:.3g} ms an iteration and "
@@ -113,7 +113,7 @@ def variant_table(found: Sequence[Variant]) -> str:
 
 
 def draw_charts(compared: Sequence[Compared], found: Sequence[Variant], out: Path) -> None:
-    """The published steps beside simulated ones, and a step's time over staleness."""
+    """Draw the published steps next to simulated ones, and a step's time over staleness."""
     numbers = [each.number for each in compared]
     steps = Chart(
         "The published run",
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _scaled(machine: Machine, gpus: int, workers: int | None) -> Machine:
-    """The machine with other GPUs; the trainer is faster in proportion to them."""
+    """Return the machine with another number of GPUs; the trainer's speed is proportional to it."""
     if gpus < 2 * machine.gpus_per_server or gpus % machine.gpus_per_server:
         raise ValueError(f"--gpus {gpus}: expected a multiple of {machine.gpus_per_server}, at least twice as many.")
     factor = machine.gpus / gpus

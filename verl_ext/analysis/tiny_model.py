@@ -1,7 +1,7 @@
 """The tiny task's model in plain fp32 PyTorch: log-probs, and sampling with tool calls over a cache of keys and values.
 
 A Qwen2 with as many key heads as query heads and tied embeddings (data/tiny_tools/build_model.py), as functions of a
-dictionary of weights, so that rollouts can come from any weights. What it computes is what transformers does.
+dictionary of weights, so that rollouts can come from any weights. It computes what transformers computes.
 """
 
 import json
@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"  # the embedding again
 
 @dataclass
 class Rollout:
-    """One response: tokens, 1 where the policy sampled, log-probs (0 elsewhere), and what its tool said."""
+    """One response: tokens, mask (1 where the policy sampled), log-probs (0 elsewhere), and what its tool said."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -34,9 +34,9 @@ class TinyModel:
     """Sizes of the model, and what can be computed with weights of these sizes.
 
     Args:
-        config: of transformers.
-        bf16: as an engine in bfloat16: weights, what each layer gives, and logits are rounded; sums are in fp32.
-        max_tokens: prompt and response.
+        config: transformers' config.
+        bf16: round weights, layer outputs and logits like an engine in bfloat16; sums are in fp32.
+        max_tokens: limit of prompt and response together.
     """
 
     def __init__(self, config: dict, *, bf16: bool = False, max_tokens: int = 256):
@@ -54,22 +54,22 @@ class TinyModel:
         self.cos, self.sin = (torch.cat([each, each], -1) for each in (angle.cos(), angle.sin()))
 
     def log_probs(self, weights: Weights, ids: Tensor, places: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-        """float[B, R]: of `targets` at the `places` before them; 0 outside of `mask`.
+        """Return float[B, R], the log-probs of `targets` at the `places` before them; 0 outside `mask`.
 
-        The layers compute what rows begin with alike once, a group's prompt for one, and no padding, but for attention;
-        the head computes the mask alone.
+        Except for attention, the layers compute a common beginning of rows only once, such as a group's prompt, and no
+        padding; the head computes only the mask.
 
         Args:
             ids: int[B, T], padded on the right.
             places, targets: int[B, R].
             mask: bool[B, R].
         """
-        nodes, first = prefix_tree(ids, places.amax(1) + 1)  # what stands behind is not read
+        nodes, first = prefix_tree(ids, places.amax(1) + 1)  # later tokens are not read
         tokens, positions = ids.flatten()[first], first % ids.shape[1]
 
         def padded(each: Tensor) -> Tensor:
             of_nodes = each[0].transpose(0, 1).flatten(1)
-            # index_select gives the same, but its gradient is a loop over rows
+            # index_select gives the same result, but its gradient is a loop over rows
             return F.embedding(nodes, of_nodes).view(*nodes.shape, self.heads, -1).transpose(1, 2)
 
         def attend(_: int, *each: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class TinyModel:
         stop: int,
         generator: torch.Generator,
     ) -> list[Rollout]:
-        """A response to each prompt, at temperature 1.
+        """Sample a response to each prompt, at temperature 1.
 
         Args:
-            limit: tokens of a response, what its tool says included.
-            reply: tokens that follow a response that has sampled `stop`; None ends it.
+            limit: tokens of a response, tool output included.
+            reply: returns the tokens that follow a response that has sampled `stop`; None ends the response.
         """
         weights = {name: self._round(each.detach()) for name, each in weights.items()}
         count, lengths = len(prompts), torch.tensor([len(prompt) for prompt in prompts])
@@ -119,7 +119,7 @@ class TinyModel:
         hidden = self._body(weights, hidden, self.cos[:first], self.sin[:first], prefill)
         hidden = hidden[same, lengths - 1]
         rollouts, forced = [Rollout() for _ in prompts], [deque() for _ in prompts]
-        rows, positions = list(range(count)), lengths.clone()  # of the cache: those that go on, first in it
+        rows, positions = list(range(count)), lengths.clone()  # of the cache: rows that continue come first
         while True:
             scores = self._round(F.linear(hidden, weights["model.embed_tokens.weight"])).log_softmax(-1)
             below = scores.exp().cumsum(-1)  # torch.multinomial takes ten times as long
@@ -155,10 +155,10 @@ class TinyModel:
             positions[now] += 1
 
     def _step(self, weights: Weights, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The hidden state after one more token of each row, whose keys and values are kept."""
+        """Return the hidden state after one more token of each row; keep the token's keys and values."""
         rows, length = torch.arange(len(tokens)), int(positions.max()) + 1
         is_ahead = (torch.arange(length) > positions[:, None])[:, None, None]
-        # What torch makes of a mask of bools, but once for all layers
+        # What torch makes of a mask of bools, computed once for all layers
         unseen = torch.zeros(is_ahead.shape).masked_fill(is_ahead, -math.inf)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class TinyModel:
         return self._body(weights, hidden, cos, sin, attend)[:, 0]
 
     def _embed(self, weights: Weights, ids: Tensor) -> Tensor:
-        """As transformers: the padding token's embedding gets no gradient from where it is read."""
+        """Return embeddings as transformers does: the padding token's gets no gradient from where it is read."""
         return F.embedding(ids, weights["model.embed_tokens.weight"], padding_idx=self.pad)
 
     def _body(self, weights: Weights, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
@@ -206,14 +206,14 @@ class TinyModel:
 
 
 def prefix_tree(ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The tree of what rows begin with.
+    """Return the tree of the rows' common beginnings.
 
     Args:
         ids: int[B, T], padded on the right.
         lengths: int[B].
     Returns:
-        int[B, T]: the node of each token, one where rows are equal up to there; 0 for padding. int[N]: of each node, a
-        place in `ids.flatten()`.
+        int[B, T]: the node of each token, shared by rows that are equal up to there; 0 for padding. int[N]: for each
+        node, a place in `ids.flatten()`.
     """
     nodes, first, branch = torch.zeros_like(ids), [], torch.zeros(len(ids), dtype=torch.long)
     vocabulary, count, width = int(ids.max()) + 1, 0, ids.shape[1]
@@ -232,7 +232,7 @@ def _rotate(each: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def load_model(folder: Path) -> tuple[dict, Weights]:
-    """A merged checkpoint's config and weights, these in fp32."""
+    """Return a merged checkpoint's config and its weights in fp32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return config, {name: each.detach() for name, each in model.state_dict().items() if name != HEAD}

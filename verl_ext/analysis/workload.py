@@ -1,8 +1,8 @@
-"""The responses of a step, drawn from the few numbers that a run logs of them.
+"""Draw the responses of a step from the few numbers that a run logs about them.
 
-Lengths are log-normal, cut at the longest: its two parameters follow from the mean and from the share of responses that
+Lengths are log-normal, cut at the longest: the two parameters follow from the mean and from the share of responses that
 are as long as the longest. Calls are binomial. Lengths, calls and groups are independent of each other, and a response
-is split evenly over its turns: what a run logs says nothing else.
+is split evenly over its turns, because a run's log says nothing else.
 """
 
 import math
@@ -19,15 +19,15 @@ class Shape:
     """What the responses of a step are like.
 
     Attributes:
-        prompts: generated in the step.
+        prompts: number generated in the step.
         n: responses per prompt.
-        prompt_tokens: mean.
+        prompt_tokens: mean of a prompt.
         tokens: mean of a response, tool output included.
-        longest: tokens.
+        longest: tokens of the longest response.
         share_longest: share of the responses that have `longest` tokens; above 0.
         decoded: share of a response's tokens that the model generates; the rest is tool output.
         calls: mean of a response.
-        most_calls: of a response.
+        most_calls: maximum of a response.
         tool_s: seconds of a call in the sandbox, without waiting for a worker.
     """
 
@@ -45,7 +45,7 @@ class Shape:
 
 @dataclass
 class Response:
-    """One response on its way. `turns` are left; `asked_s` is when the turn that runs was asked for."""
+    """One response in progress. `turns` are left; `asked_s` is when the current turn was requested."""
 
     group: "Group"
     turn_tokens: float
@@ -53,7 +53,7 @@ class Response:
     context: float
     tool_tokens: float  # output of a call
     asked_s: float = 0.0
-    generate_s: float = 0.0  # time from asking to having, over all turns
+    generate_s: float = 0.0  # time from request to answer, over all turns
 
 
 @dataclass(eq=False)
@@ -64,11 +64,11 @@ class Group:
     useful: bool
     version: int = 0  # weights when it was issued
     open: int = 0
-    tokens: float = 0.0  # of prompts and responses, when all is done
+    tokens: float = 0.0  # of prompts and responses, once all are done
 
 
 def shape_of(metrics: Mapping[str, float], *, prompts: int, n: int) -> Shape:
-    """The shape of a logged step. `prompts` x `n` were trained on; what was generated is logged, or is the same.
+    """Return the shape of a logged step. `prompts` x `n` were trained on; if not logged, as many were generated.
 
     Raises:
         KeyError: a metric is missing.
@@ -95,10 +95,10 @@ def shape_of(metrics: Mapping[str, float], *, prompts: int, n: int) -> Shape:
 
 
 def cut_log_normal(mean: float, longest: float, share: float) -> tuple[float, float]:
-    """(mu, sigma) with P(x > longest) = share and E[min(x, longest)] = mean.
+    """Return (mu, sigma) with P(x > longest) = share and E[min(x, longest)] = mean.
 
     Raises:
-        ValueError: no such distribution: the mean is not below the longest.
+        ValueError: there is no such distribution, because the mean is not below the longest.
     """
     if not 0 < mean < longest or not 0 < share < 1:
         raise ValueError(f"A mean of {mean:g} tokens, {share:.3g} of the responses with {longest:g}: no distribution.")
@@ -115,7 +115,7 @@ def cut_log_normal(mean: float, longest: float, share: float) -> tuple[float, fl
 
 
 def draw(shape: Shape, groups: int, useful: float, rng: random.Random) -> list[Group]:
-    """Groups whose lengths are the distribution's quantiles, shuffled: their mean hardly depends on the seed.
+    """Return groups whose lengths are the distribution's quantiles, shuffled: their mean hardly depends on the seed.
 
     Args:
         useful: share of groups whose rewards differ.

@@ -1,9 +1,9 @@
-"""The checkpoints of a run, and where it would resume.
+"""Show the checkpoints of a run, and where it would resume.
 
     python -m verl_ext.checkpoints outputs/qwen2-32b_dapo               # what is there, and where a run would resume
     python -m verl_ext.checkpoints outputs/old_run --accept 300         # vouch for one that was saved without verl_ext
 
-Of the quickstart's folder both runs are shown.
+For the quickstart's folder, both runs are shown.
 """
 
 import argparse

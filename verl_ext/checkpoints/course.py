@@ -1,8 +1,8 @@
 """What a resumed run must have in common with the run that saved its checkpoint: `course.json`, in the checkpoint.
 
-A checkpoint of SFT names its place in the data by a number of steps. With other rows in a step, or other rows in all,
-that number is another place: rows would be left out or trained twice. RL keeps its place by rows. The learning rate is
-a function of the step and of the number of all steps.
+An SFT checkpoint records its place in the data as a number of steps. If the rows of a step or of the data set change,
+that number means a different place: rows would be left out or trained twice. RL keeps its place by rows. The learning
+rate is a function of the step and of the total number of steps.
 """
 
 import json
@@ -23,13 +23,13 @@ _ANEW = (
 
 @dataclass(frozen=True)
 class Course:
-    """What the order of a run's data and its learning rate depend on; None where that is not known.
+    """What the order of a run's data and its learning rate depend on; None if unknown.
 
     Attributes:
-        rows: of the data set, without those that are left out.
+        rows: of the data set, except those that are left out.
         digest: of the rows, as far as the data set has one.
-        rows_per_step: of all ranks.
-        total_training_steps, lr_scheduler_type, lr: of the optimizer's config.
+        rows_per_step: over all ranks.
+        total_training_steps, lr_scheduler_type, lr: from the optimizer's config.
     """
 
     rows: int
@@ -42,8 +42,8 @@ class Course:
     @classmethod
     def of(cls, loader: Any, ranks: int, optim: Any) -> "Course":
         """Args:
-        loader: verl's StatefulDataLoader of one of `ranks` data-parallel ranks.
-        optim: config of the optimizer, or None.
+        loader: verl's StatefulDataLoader on one of `ranks` data-parallel ranks.
+        optim: the optimizer's config, or None.
         """
         names = ("total_training_steps", "lr_scheduler_type", "lr")
         digest = getattr(loader.dataset, "digest", None)
@@ -55,7 +55,7 @@ class Course:
 
 
 def saved_course(checkpoint: Path) -> Course | None:
-    """Of a whole checkpoint; None of one that an older release saved."""
+    """Return the course of a whole checkpoint; None if an older release saved it."""
     try:
         found = json.loads((checkpoint / FILE).read_text())
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def saved_course(checkpoint: Path) -> Course | None:
 
 
 def require_same_rows(checkpoint: Path, now: Course) -> None:
-    """Raise ValueError where the step of an SFT checkpoint is another place in the data of this run."""
+    """Raise ValueError if the step of an SFT checkpoint means a different place in the data of this run."""
     saved = saved_course(checkpoint)
     if saved is None:
         logger.warning(
@@ -89,7 +89,7 @@ def require_same_rows(checkpoint: Path, now: Course) -> None:
 
 
 def has_other_rows(checkpoint: Path, now: Course) -> bool:
-    """Whether the place in the data that an RL checkpoint names is one in other data; says so."""
+    """Return whether an RL checkpoint's place refers to data with another number of rows, and warn if it does."""
     saved = saved_course(checkpoint)
     is_other = saved is not None and saved.rows != now.rows
     if is_other:
@@ -102,10 +102,10 @@ def has_other_rows(checkpoint: Path, now: Course) -> bool:
 
 
 def warn_of_another_rate(checkpoint: Path, step: int, now: Course) -> None:
-    """Say where the learning rate does not go on as it was, or does not become what the config says.
+    """Warn if the learning rate does not continue as it was, or does not become what the config says.
 
     Args:
-        step: of the schedule; `total_training_steps` counts the same.
+        step: of the schedule, in the unit of `total_training_steps`.
     """
     saved = saved_course(checkpoint)
     if saved is None:

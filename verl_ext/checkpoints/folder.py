@@ -1,9 +1,9 @@
-"""Checkpoints on disk, of SFT and RL: each is whole or not there; which one a run resumes from; which ones are kept.
+"""SFT and RL checkpoints on disk: each is whole or not there; which one a run resumes from; which ones are kept.
 
-A checkpoint is written below `.saving/`. When every rank's part is on the disk, `checkpoint.json` lists its files with
-sizes and checksums (`manifest.py`), one rename makes it `global_step_<n>`, verl's tracker names it, and only then older
-ones are deleted, each step fsynced before the next (`durable.py`). So a kill or a power loss at any moment leaves the
-checkpoints there were. `hooks.py` makes verl do so; this file knows folders only.
+A checkpoint is written below `.saving/`. When every rank's part is on disk, `checkpoint.json` lists its files with
+sizes and checksums (`manifest.py`), one rename makes it `global_step_<n>`, verl's tracker names it, and only then are
+older ones deleted, each step fsynced before the next (`durable.py`). So a kill or a power loss at any moment leaves the
+previous checkpoints intact. `hooks.py` makes verl do so; this file knows only folders.
 """
 
 import json
@@ -30,7 +30,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 TRACKER = "latest_checkpointed_iteration.txt"  # verl's; the merge and the quickstart read it
 SAVING = ".saving"  # what is being written, and what is being deleted
-REPLACED = "replaced"  # in it: the checkpoint whose step is saved again, until the new one is in its place
+REPLACED = "replaced"  # in `.saving/`: the checkpoint whose step is saved again, until the new one is in its place
 VALIDATION = "validation.json"  # in the run's folder: step -> value of the metric that decides on the best
 VERL_KEYS = ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "remove_previous_ckpt_in_save")
 
@@ -41,13 +41,13 @@ Say = Callable[[str], None]
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the folders `global_step_<n>`, ascending, whole or not."""
+    """Return the steps of the folders `global_step_<n>`, ascending, whole or not."""
     found = (step_of(path) for path in folder.glob("global_step_*") if path.is_dir())
     return sorted(step for step in found if step is not None)
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The folders of checkpoints: of the quickstart's folder its SFT run and its RL run, else the folder itself."""
+    """Return the folders of checkpoints: the SFT and RL runs of a quickstart's folder, else the folder itself."""
     parts = [folder / name for name in PARTS if steps(folder / name)]
     return parts if parts and not steps(folder) else [folder]
 
@@ -57,7 +57,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def tracked_step(folder: Path) -> int | None:
-    """The step that verl's tracker names; None where it is missing or, after a kill, empty."""
+    """Return the step that verl's tracker names; None if the tracker is missing or, after a kill, empty."""
     try:
         return int((folder / TRACKER).read_text())
     except (FileNotFoundError, ValueError):
@@ -72,10 +72,10 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
-    """Where `resume_mode=auto` goes on: the step that the tracker names, or else the newest that is whole.
+    """Return where `resume_mode=auto` continues: the step that the tracker names, else the newest whole one.
 
-    The tracker comes first because a user may set it back to an earlier step. None: there is no checkpoint yet. Nothing
-    is changed: the path may be below `.saving/`, from where `restore` puts it in its place.
+    The tracker comes first because a user may set it back to an earlier step. None means that there is no checkpoint
+    yet. Nothing is changed: the path may be below `.saving/`, and `restore` then moves it into place.
 
     Raises:
         NotWhole: there are checkpoints, but none is whole; a run that started over would overwrite them in time.
@@ -117,11 +117,11 @@ def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
 
 
 def require_whole(path: str | os.PathLike | None) -> Path:
-    """The checkpoint that `resume_from_path` names.
+    """Return the checkpoint that `resume_from_path` names.
 
     Raises:
-        ValueError: it does not name a folder `global_step_<n>`.
-        NotWhole: something of it is missing; says what.
+        ValueError: the path does not name a folder `global_step_<n>`.
+        NotWhole: a part of the checkpoint is missing; the message says which.
     """
     checkpoint = Path(path or "")
     if step_of(path) is None:
@@ -140,11 +140,11 @@ def require_whole(path: str | os.PathLike | None) -> Path:
 
 
 def choose(mode: str, path: str | os.PathLike | None, folder: Path, say: Say = logger.info) -> Path | None:
-    """What `trainer.resume_mode` comes to. Nothing is changed: the checkpoint may be below `.saving/`, see `restore`.
+    """Return the checkpoint that `trainer.resume_mode` selects; it may still be below `.saving/`, see `restore`.
 
     Raises:
-        ValueError: the mode is none of verl's, or the path names no checkpoint.
-        NotWhole: something of the checkpoint is missing.
+        ValueError: the mode is not one of verl's, or the path names no checkpoint.
+        NotWhole: a part of the checkpoint is missing.
     """
     if mode == "disable":
         return None
@@ -160,10 +160,10 @@ def choose(mode: str, path: str | os.PathLike | None, folder: Path, say: Say = l
 
 
 def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
-    """Name a checkpoint of the run from which it goes on, where a later one is named: the run leaves that behind.
+    """Set the tracker back to the chosen checkpoint if it names a later one, which the run leaves behind.
 
-    Its journals forget what came after the chosen step. So `auto` must not go on from a later checkpoint, before this
-    start has saved one.
+    The run's journals forget what came after the chosen step. So `auto` must not continue from a later checkpoint
+    before this start has saved one.
     """
     step, tracked = step_of(chosen), tracked_step(folder)
     if tracked is not None and step < tracked and chosen.resolve().parent == folder.resolve():
@@ -175,7 +175,7 @@ def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """An empty `.saving/`, into which a checkpoint is written.
+    """Return an empty `.saving/`, into which a checkpoint is written.
 
     What a killed run left there is deleted, but only what no resume could need: `restore` comes first.
     """
@@ -190,15 +190,15 @@ def begin(folder: Path) -> Path:
 def publish(folder: Path, step: int) -> Path:
     """Make `.saving/global_step_<n>`, which all ranks have written, the checkpoint of that step, and name it last.
 
-    When this returns, the checkpoint outlives a power loss. One that it replaces is in `.saving/replaced/` meanwhile.
+    When this returns, the checkpoint survives a power loss. One that it replaces is in `.saving/replaced/` meanwhile.
 
     Raises:
-        NotWhole: shards of some ranks are not there.
-        OSError: the disk does not take it; what there was is still there.
+        NotWhole: shards of some ranks are missing.
+        OSError: the disk does not take it; the previous checkpoints are still there.
     """
     saving = folder / SAVING
     vouch(path_of(saving, step))
-    for parent in (saving, folder, folder.parent):  # `restore` finds it from now on
+    for parent in (saving, folder, folder.parent):  # from here on, `restore` finds the checkpoint
         durable.sync(parent)
     target = _put_in_place(path_of(saving, step), folder, aside=REPLACED)
     durable.write_text(folder / TRACKER, str(step))
@@ -207,7 +207,7 @@ def publish(folder: Path, step: int) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """What no resume needs. Where it cannot go, as a reader on another machine has a file open (NFS), that is told."""
+    """Delete what no resume needs; warn if it cannot be deleted because another machine has a file open (NFS)."""
     for old in path.parent.glob(f"{path.name}.*"):
         shutil.rmtree(old, ignore_errors=True)
     try:
@@ -221,10 +221,11 @@ def _delete(path: Path) -> None:
 
 
 def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
-    """Whole copies in `.saving/` that a resume needs, by step; a kill came while one was put in its place.
+    """Return the whole copies in `.saving/` that a resume needs, by step: a kill came before they were in place.
 
-    Those of the step that is wanted or that the tracker names, if that is not there or not whole; all, if nothing else
-    is whole. Others are of a save that never returned, and the run has an older checkpoint.
+    These are the copies of the wanted step and of the step that the tracker names, if it is missing or not whole
+    outside; or all copies, if nothing else is whole. Other copies come from a save that never returned, and the run has
+    an older checkpoint.
     """
     if not (copies := [path for path in _vouched(folder) if problem(path) is None]):
         return {}
@@ -241,15 +242,15 @@ def restore(folder: Path, wanted: int | None = None, say: Say = logger.info) -> 
 
 
 def _vouched(folder: Path) -> list[Path]:
-    """Copies in `.saving/` with a list of files, of one step the newer last."""
+    """Return the copies in `.saving/` that have a list of files; of two copies of a step, the newer comes last."""
     copies = (path for parent in (REPLACED, ".") for path in (folder / SAVING / parent).glob("global_step_*"))
     return [path for path in copies if step_of(path) is not None and (path / MANIFEST).is_file()]
 
 
 def _put_in_place(copy: Path, folder: Path, *, aside: str) -> Path:
-    """Rename a whole copy to `global_step_<n>`; what is there goes to `.saving/<aside>/` first."""
+    """Rename a whole copy to `global_step_<n>`; a folder of that name moves to `.saving/<aside>/` first."""
     target = folder / copy.name
-    if target.exists():  # of a run that was set back to an earlier step, or broken
+    if target.exists():  # it is broken, or the run was set back to an earlier step
         old = folder / SAVING / aside / target.name
         durable.make_folder(old.parent)
         target.rename(old)
@@ -265,7 +266,7 @@ def _put_in_place(copy: Path, folder: Path, *, aside: str) -> Path:
 
 
 def kept_steps(whole: Iterable[int], *, keep_last: int | None, best: int | None, tracked: int | None) -> set[int]:
-    """The last `keep_last` steps (None: all), the best one and the one that the tracker names."""
+    """Return the last `keep_last` steps (None: all), the best one and the one that the tracker names."""
     ordered = sorted(whole)
     newest = ordered if keep_last is None else ordered[-keep_last:]
     return {*newest, *({best, tracked} & set(ordered))}
@@ -275,15 +276,15 @@ def kept_steps(whole: Iterable[int], *, keep_last: int | None, best: int | None,
 class Rolling:
     """Deletes the checkpoints that `retool.checkpoints` does not keep, after each save and each validation.
 
-    What is there is read from the disk every time, and the values of the metric are kept in `validation.json`: so it is
-    right after a resume, and a best checkpoint of an earlier start stays. Steps above the newest one saved by this
-    process (a run set back to an earlier step) and checkpoints that are not whole are left alone.
+    The folder is read from disk every time, and the values of the metric are kept in `validation.json`: so the choice
+    is right after a resume, and the best checkpoint of an earlier start stays. Steps above the newest one saved by this
+    process (a run set back to an earlier step) and checkpoints that are not whole are never deleted.
 
     Args:
         folder: `trainer.default_local_dir`.
         keep_last: number of checkpoints; None keeps all.
         best_metric: name of a logged metric; `*` stands for any part of it, and the mean over all that match counts.
-            None: no best one is kept.
+            None keeps no best checkpoint.
         best_mode: "max" | "min".
     """
 
@@ -298,10 +299,10 @@ class Rolling:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Rolling":
-        """From a run's resolved config, SFT or RL.
+        """Read the settings from a run's resolved config, SFT or RL.
 
         Raises:
-            ValueError: a setting cannot be, or one of verl's own, which forget at a resume, is set.
+            ValueError: a setting is impossible, or one of verl's own, which forget at a resume, is set.
         """
         trainer, retool = config["trainer"], config.get("retool") or {}
         settings = retool.get("checkpoints") or {}
@@ -317,7 +318,7 @@ class Rolling:
         return rolling
 
     def _compare_intervals(self, trainer: Mapping[str, Any], retool: Mapping[str, Any]) -> None:
-        """Warn of saves that no whole validation falls on."""
+        """Warn of saves at steps without a full validation."""
         key, intervals = "trainer.test_freq", [trainer.get("test_freq")]
         if (light := retool.get("light_validation") or {}).get("enable"):
             key, intervals = "retool.light_validation.full_every", [light["full_every"]]
@@ -352,10 +353,10 @@ class Rolling:
         self.values = values
 
     def record(self, data: Mapping[str, Any], step: int) -> None:
-        """Take the metric out of what is logged at a step, if it is there.
+        """Record the metric from what is logged at a step, if it is there.
 
         Raises:
-            ValueError: it is a validation of verl's, and the metric is not in it.
+            ValueError: the data is one of verl's validations, and the metric is not in it.
         """
         if not self.best_metric:
             return
@@ -381,20 +382,20 @@ class Rolling:
         self.delete_others()
 
     def best(self, among: Iterable[int]) -> int | None:
-        """The step with the best value, of equal ones the newest; None if none has one."""
+        """Return the step with the best value, the newest of equal ones; None if no step has a value."""
         sign = 1 if self.best_mode == "max" else -1
         known = [(sign * self.values[step], step) for step in among if step in self.values]
         return max(known)[1] if known else None
 
     def after_save(self, step: int) -> None:
-        """SFT has validated the step before, RL will after; an older value is of a run that was set back since."""
+        """Forget values from before a run was set back, then delete. SFT validates a step before its save, RL after."""
         self.saved = step
         self.sound.add(step)
         self.values = {s: value for s, value in self.values.items() if s < step or s in self.recorded}
         self.delete_others()
 
     def delete_others(self) -> None:
-        """Nothing before this process has saved: a validation alone deletes no checkpoint."""
+        """Delete the checkpoints that are not kept, if this process has saved: a validation by itself deletes none."""
         if self.saved is None or self.keep_last is None:
             return
         whole = [step for step in steps(self.folder) if step <= self.saved and self._is_whole(step)]
@@ -413,7 +414,7 @@ class Rolling:
         logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)
 
     def _is_whole(self, step: int) -> bool:
-        """One that is kept in the place of others is compared first, once: it may be of the right size only."""
+        """Return whether a checkpoint is whole; contents are compared once, because only the sizes may be right."""
         is_whole = problem(path_of(self.folder, step), contents=step not in self.sound) is None
         if is_whole:
             self.sound.add(step)

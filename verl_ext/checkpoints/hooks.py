@@ -1,6 +1,6 @@
-"""The overrides of verl's internals that whole checkpoints take, on GPUs and CPUs alike; each names what it replaces.
+"""The overrides of verl's internals that whole checkpoints need, on GPUs and CPUs alike; each names what it replaces.
 
-verl 0.9.1 offers a callback after a save of RL, but nothing before one, nothing at a resume and nothing for SFT.
+verl 0.9.1 offers a callback after an RL save, but nothing before one, nothing at a resume and nothing for SFT.
 """
 
 import logging
@@ -28,7 +28,7 @@ def install(verl: ModuleType) -> None:
     Args:
         verl: the imported package.
     Raises:
-        RuntimeError: it has another version than the one that was patched.
+        RuntimeError: its version is not the one that the patches were written for.
     """
     require_versions(VERL, "verl_ext/checkpoints/hooks.py")
     wrapt.register_post_import_hook(_guard_sft, "verl.utils.checkpoint.checkpoint_handler")
@@ -50,7 +50,7 @@ def _sync_shards(module: ModuleType) -> None:
     """verl/utils/checkpoint/fsdp_checkpoint_manager.py (0.9.1): `FSDPCheckpointManager`, of SFT and of RL's workers.
 
     - :272 `save_checkpoint` returns when the shards are in the memory of their machine. Here it waits for the disk, on
-      every rank, so that a checkpoint which rank 0 then names outlives a power loss of any node.
+      every rank, so that a checkpoint which rank 0 then names survives a power loss of any node.
     """
     manager = module.FSDPCheckpointManager
     save = manager.save_checkpoint
@@ -68,12 +68,12 @@ def _guard_sft(module: ModuleType) -> None:
 
     - :88 `save_checkpoint`: rank 0 writes the tracker before other ranks have saved their data-loader state. A kill
       then leaves a checkpoint whose rank 1 starts its data anew. Here it writes into `.saving/`.
-    - :184 `_determine_resume_path`: takes what the tracker names, whole or not, and from a folder that another run has.
+    - :184 `_determine_resume_path` takes what the tracker names, whole or not, and from a folder that another run uses.
     - :157 `_load_dataloader_state`: a missing file starts the data anew with a warning; and a state saved after the
       last batch of an epoch yields nothing in the next one, which trainer/sft_trainer.py:341 counts all the same: that
       epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401). A step of the checkpoint
       is taken for a step of this run, whatever rows either has (`course.py`).
-    - :127 `load_checkpoint`: a run that is complete would train one step more (trainer/sft_trainer.py:365).
+    - :127 `load_checkpoint`: a complete run would train one more step (trainer/sft_trainer.py:365).
     """
     handler = module.CheckpointHandler
     save, load, load_data = handler.save_checkpoint, handler.load_checkpoint, handler._load_dataloader_state
@@ -105,7 +105,7 @@ def _guard_sft(module: ModuleType) -> None:
             manifest.sync_own(checkpoint, self.rank)  # `data_<rank>.pt`
         finally:
             self.default_local_dir = str(folder)
-        barrier(self)  # all ranks' parts are on the disk
+        barrier(self)  # all ranks' parts are on disk
         if self.rank == 0:
             _publish(folder, step)
         barrier(self)
@@ -167,9 +167,9 @@ def _guard_rl(module: ModuleType) -> None:
       tracker, not atomically: a kill may leave it empty, which no later start survives. Files of a half-written step
       stay when it is saved again. Here it writes into `.saving/`, and the callback is called once the step is whole.
     - :850 `_load_checkpoint` takes what the tracker or `resume_from_path` names, whole or not; without `data.pt` it
-      starts the data anew with a warning. The tracker goes on naming a later step, and `auto` takes that the next time.
-      Two runs may write into one folder. A place in the data is taken in whatever data there are: with fewer rows it
-      may be behind the last, where torchdata's sampler ends with StopIteration (`course.py`).
+      starts the data anew with a warning. The tracker keeps naming a later step, and `auto` takes that the next time.
+      Two runs may write into one folder. A place in the data is applied to whatever data there is: with fewer rows it
+      may be past the last one, and torchdata's sampler ends with StopIteration (`course.py`).
     """
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
@@ -224,9 +224,9 @@ def _guard_rl(module: ModuleType) -> None:
 
 
 def _watch_metrics(module: ModuleType) -> None:
-    """verl/utils/tracking.py (0.9.1): `Tracking`, through which both trainers log, validations too.
+    """verl/utils/tracking.py (0.9.1): `Tracking`, through which both trainers log, validations included.
 
-    The only place where SFT's validation loss comes by; and RL validates after it has saved.
+    It is the only place that sees SFT's validation loss; and RL validates after it has saved.
     """
     tracking = module.Tracking
     init, log = tracking.__init__, tracking.log
@@ -250,7 +250,7 @@ def _watch_metrics(module: ModuleType) -> None:
 
 
 def _chosen(mode: str, path: str | None, folder: Path) -> Path | None:
-    """As `checkpoints.choose`; a copy that a kill left in `.saving/` is put in its place before."""
+    """Choose as `checkpoints.choose` does, after moving a copy that a kill left in `.saving/` into its place."""
     if mode == "auto":
         checkpoints.restore(folder)
     elif mode == "resume_path" and (step := checkpoints.step_of(path)) is not None:

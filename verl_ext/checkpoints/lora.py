@@ -1,8 +1,8 @@
 """Merged checkpoints of LoRA runs have their adapters in the weights.
 
 verl 0.9.1 writes the untrained weights and, below them, a folder `lora_adapter` that neither transformers nor vLLM
-reads: an evaluation, or RL after SFT, would have the base model without a word. Here the folder goes: who names it with
-the merged weights (verl's `lora_adapter_path`, vLLM's `--lora-modules`) would count the adapters twice.
+reads: an evaluation, or RL after SFT, would silently use the base model. Here the folder is removed: passing it along
+with the merged weights (verl's `lora_adapter_path`, vLLM's `--lora-modules`) would count the adapters twice.
 """
 
 import shutil
@@ -15,14 +15,14 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def fold(state: dict[str, torch.Tensor], scale: float) -> int:
-    """Add every adapter's `scale` B A to its weight, in place, computed in fp32; returns the number of adapters.
+    """Add every adapter's `scale` B A to its weight, in place, computed in fp32; return the number of adapters.
 
     Args:
         state: of peft's model: `X.base_layer.weight` [out, in], `X.lora_A.default.weight` [rank, in] and
             `X.lora_B.default.weight` [out, rank] of each layer X.
         scale: lora_alpha / lora_rank.
     Raises:
-        ValueError: the weight of an adapter is not there, as in a checkpoint of `save_lora_only`.
+        ValueError: the weight of an adapter is missing, as in a checkpoint of `save_lora_only`.
     """
     layers = [name.removesuffix(A) for name in state if name.endswith(A)]
     for layer in layers:
@@ -37,8 +37,8 @@ def fold(state: dict[str, torch.Tensor], scale: float) -> int:
 def fold_when_merged(module: ModuleType) -> None:
     """verl/model_merger/base_model_merger.py (0.9.1): `BaseModelMerger`.
 
-    - :311 `save_lora_adapter`, which takes the adapters out of the weights' state and writes them to a folder, gets it
-      with the adapters folded in, and the folder is removed.
+    - :311 `save_lora_adapter`, which takes the adapters out of the weights' state and writes them to a folder, gets the
+      state with the adapters folded in, and the folder is removed.
     """
     merger = module.BaseModelMerger
     save = merger.save_lora_adapter

@@ -1,7 +1,7 @@
 """The list that makes a checkpoint whole: `checkpoint.json`, with the size and a checksum of every file.
 
-It is written when all the rest is on the disk. A file that is missing, short, or as long as it was but full of zeros,
-as a disk may leave one after a power loss, is found by comparing. Which checkpoints there are, `folder.py` knows.
+It is written when all other files are on disk. A comparison with the list finds a file that is missing, short, or full
+of zeros at its full length, as a disk may leave it after a power loss. `folder.py` knows which checkpoints there are.
 """
 
 import json
@@ -17,24 +17,24 @@ from verl_ext.runs import durable
 MANIFEST = "checkpoint.json"
 SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt")
 
-# A file up to 64 MiB is read whole; of a larger one, 64 blocks of 1 MiB, the first and the last among them. A zeroed
-# stretch is then seen if it is longer than 1/63 of the file. A full read of 390 GB would hold up every resume.
+# A file up to 64 MiB is read whole; from a larger one, 64 blocks of 1 MiB are read, including the first and the last. A
+# zeroed stretch is then found if it is longer than 1/63 of the file. A full read of 390 GB would delay every resume.
 BLOCK = 1 << 20  # bytes
 BLOCKS = 64
 _READERS = 8  # threads; crc32 and reads release the interpreter's lock
 
 
 class NotWhole(RuntimeError):
-    """A checkpoint lacks something, or none of those that are there is whole."""
+    """A checkpoint lacks something, or none of the existing checkpoints is whole."""
 
 
 def problem(
     checkpoint: Path, is_needed: Callable[[str], bool] = lambda name: True, *, contents: bool = True
 ) -> str | None:
-    """What keeps a checkpoint from being whole, of the files that are needed; None if nothing does.
+    """Return what keeps a checkpoint from being whole, among the files that are needed; None if nothing does.
 
     Args:
-        contents: compare checksums too, if the list has them; one of an older release has sizes only.
+        contents: compare checksums too, if the list has them; the list of an older release has only sizes.
     """
     if not checkpoint.is_dir():
         return "there is no such folder"
@@ -69,10 +69,10 @@ def problem(
 
 
 def vouch(checkpoint: Path) -> None:
-    """Bring all of a checkpoint to the disk, then the list of its files, which makes it whole.
+    """Flush all of a checkpoint to disk, then the list of its files, which makes it whole.
 
     Raises:
-        NotWhole: shards of some ranks are not there.
+        NotWhole: shards of some ranks are missing.
         OSError: the disk does not take it.
     """
     if missing := missing_shards(checkpoint):
@@ -88,9 +88,9 @@ def vouch(checkpoint: Path) -> None:
 
 
 def sync_own(checkpoint: Path, rank: int) -> None:
-    """Bring to the disk what a rank has written: all but the shards of the others.
+    """Flush to disk what a rank has written: everything except the shards of the other ranks.
 
-    Each rank does so on its own machine: an fsync elsewhere need not reach this one's memory.
+    Each rank does so on its own machine, because an fsync elsewhere need not reach this machine's memory.
     """
 
     def is_own(name: str) -> bool:
@@ -101,7 +101,7 @@ def sync_own(checkpoint: Path, rank: int) -> None:
 
 
 def missing_shards(checkpoint: Path) -> list[str]:
-    """Shards of ranks that others, by their names, say exist: `model_world_size_8_rank_3.pt`, ..."""
+    """Return the missing shards whose existence the names of the others imply: `model_world_size_8_rank_3.pt`, ..."""
     ranks = defaultdict(set)
     for path in checkpoint.rglob("*.pt"):
         if match := SHARD.fullmatch(path.name):
@@ -114,7 +114,7 @@ def missing_shards(checkpoint: Path) -> list[str]:
 
 
 def require_ranks(checkpoint: Path, ranks: int) -> None:
-    """Raise ValueError if the shards of a model are those of another number of ranks: verl loads rank by rank."""
+    """Raise ValueError if a model was sharded over another number of ranks: verl loads rank by rank."""
     there = {int(match[2]) for path in checkpoint.glob("*.pt") if (match := SHARD.fullmatch(path.name))}
     if there - {ranks}:
         raise ValueError(
@@ -124,7 +124,7 @@ def require_ranks(checkpoint: Path, ranks: int) -> None:
 
 
 def require_data_states(checkpoint: Path, ranks: int) -> None:
-    """Raise ValueError if an SFT checkpoint's data-loader states are those of another number of data-parallel ranks."""
+    """Raise ValueError if an SFT checkpoint's data-loader states come from another number of data-parallel ranks."""
     states = len(list(checkpoint.glob("data_*.pt")))
     if states != ranks:
         raise ValueError(
@@ -135,7 +135,7 @@ def require_data_states(checkpoint: Path, ranks: int) -> None:
 
 
 def checksum(path: Path, block: int = BLOCK, blocks: int = BLOCKS) -> int:
-    """CRC-32 of a file up to `block * blocks` bytes; of a larger one, of `blocks` blocks spread from start to end."""
+    """Return the CRC-32 of a file up to `block * blocks` bytes, or of `blocks` blocks spread over a larger one."""
     size, value = path.stat().st_size, 0
     if size <= block * blocks:
         starts = range(0, size, block)

@@ -1,9 +1,9 @@
-"""verl 0.9.1 and vLLM on a machine without accelerator, with nothing in site-packages edited.
+"""Run verl 0.9.1 and vLLM on a machine without an accelerator, without editing site-packages.
 
 `platform.py` is the verl platform, `attention.py` stands in for flash-attention 2, `vllm_worker.py` keeps vLLM's
 weights loadable, `patches.py` holds every override of an internal, each naming the version and line that it replaces.
 `warm_python.py` forks processes from one that has imported torch and vLLM; `checkpoint_engine.py` sends weights.
-In: verl, as it is imported. Out: verl on the CPU; nothing where torch has an accelerator.
+In: verl, when it is imported. Out: verl on the CPU; unchanged if torch has an accelerator.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def is_cpu_only() -> bool:
-    """True where torch can drive no accelerator: a CPU build of torch, and no NPU plug-in.
+    """Return True if torch can drive no accelerator: a CPU build of torch, and no NPU plug-in.
 
     `torch.cuda.is_available()` would not do: it is False in Ray's CPU-only actors on machines with GPUs.
     `VERL_PLATFORM`, verl's own switch, has the last word (`VERL_PLATFORM=cpu` runs a CUDA build of torch on the CPU).

@@ -1,8 +1,8 @@
 """A CPU stand-in for flash-attention 2, so that verl's default, `attn_implementation: flash_attention_2`, just works.
 
-Necessary, not a speed-up: verl/workers/config/model.py:185 (0.9.1) asks for it, and verl's Ulysses replaces this
-attention only (models/transformers/monkey_patch.py:544): with `sdpa`, each rank would silently attend to its own part
-of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; configs and checkpoints say nothing of it.
+It is necessary, not a speed-up: verl/workers/config/model.py:185 (0.9.1) asks for flash-attention, and verl's Ulysses
+replaces only this attention (models/transformers/monkey_patch.py:544); with `sdpa`, each rank would silently attend to
+its own part of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; configs and checkpoints do not change.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """`flash_attn.flash_attn_func` on SDPA.
+    """Compute `flash_attn.flash_attn_func` with SDPA.
 
     Args:
         q: [batch, query length, heads, head dim].
@@ -57,7 +57,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` on SDPA: attention within each sequence packed along dimension 0.
+    """Compute `flash_attn.flash_attn_varlen_func` with SDPA: attention within each sequence packed along dimension 0.
 
     Args:
         q: [tokens, heads, head dim].
@@ -100,9 +100,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | No
 
 
 def _in_full_precision(attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`attend(*inputs)`, whose products are not rounded to bf16 where others are (patches.py:`round_products`).
+    """Return `attend(*inputs)` without the rounding to bf16 that other products may have (patches.py:`round_products`).
 
-    SDPA makes many small products, for each of which oneDNN's preparation takes longer than the product.
+    SDPA computes many small products, each of which takes less time than oneDNN's preparation for it.
     """
     if torch.get_float32_matmul_precision() == "highest":
         return attend(*inputs)
@@ -123,7 +123,7 @@ def _full_precision() -> Iterator[None]:
 
 
 class _InFullPrecision(torch.autograd.Function):
-    """The backward pass, too."""
+    """Full precision in the backward pass as well."""
 
     @staticmethod
     def forward(ctx: Any, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -135,6 +135,6 @@ class _InFullPrecision(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, out = ctx.inputs, ctx.out
-        del ctx.inputs, ctx.out  # autograd frees saved tensors alone, and a loss that is kept would keep these
+        del ctx.inputs, ctx.out  # autograd frees only saved tensors, and a kept loss would keep these
         with _full_precision():
             return None, *torch.autograd.grad(out, inputs, gradient)

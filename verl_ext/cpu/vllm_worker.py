@@ -7,7 +7,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
 def sample_by_inversion(logits: torch.Tensor) -> torch.Tensor:
-    """One token per row from softmax(logits), by one uniform number per row and the cumulative distribution.
+    """Draw one token per row from softmax(logits), by one uniform number per row and the cumulative distribution.
 
     Args:
         logits: floats of shape (requests, vocabulary), after temperature and top-k/top-p; -inf is never drawn.
@@ -25,9 +25,9 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
 
     vLLM 0.28.0, model_executor/layers/linear.py:202 packs CPU weights for oneDNN and drops the plain weight with its
     `weight_loader`, so that verl's weight sync fails (and then hangs: its sender has no time-out). The extension keeps
-    the plain weight beside the packed one; verl's `update_weights_from_ipc` has vLLM pack again after the last bucket.
+    the plain weight next to the packed one; verl's `update_weights_from_ipc` has vLLM pack again after the last bucket.
 
-    v1/sample/ops/topk_topp_sampler.py:`compiled_random_sample` draws an exponential for every token of the vocabulary.
+    The replaced v1/sample/ops/topk_topp_sampler.py:`compiled_random_sample` draws an exponential per vocabulary token.
     """
 
     def __new__(cls, **kwargs: Any) -> "CPUWorkerExtension":

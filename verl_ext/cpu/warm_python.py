@@ -2,14 +2,14 @@
 
     python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...
 
-An RL run on one machine is a dozen processes, and each imports for seconds: on two cores, that is most of the run's
-start. Here one server imports, and a small executable stands in for Python. The executable hands its arguments,
+An RL run on one machine has a dozen processes, each of which imports for seconds; on two cores, that is most of the
+start-up. Here one server imports, and a small executable stands in for Python. The executable hands its arguments,
 environment, working folder and open files to the server, which forks. The command above, Ray, torchrun and
 multiprocessing's "spawn" all start their Pythons through the executable. If the server is gone, or the first argument
 is -I or -P, the executable runs the real Python.
 
-For CPU runs on one machine only: an import of verl or vLLM asks for the GPUs, and CUDA does not survive a fork. Where
-there is an accelerator, the command above runs its module as any Python does.
+For CPU runs on one machine only: an import of verl or vLLM asks for the GPUs, and CUDA does not survive a fork. If
+there is an accelerator, the command above runs its module like any other Python.
 """
 
 import atexit
@@ -38,11 +38,11 @@ from verl_ext.cpu.patches import alias_vllm_distribution
 
 EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
 
-# What the launchers' processes read when they import; a variable that is set already keeps its value.
+# Variables that the launchers' processes read at import; one that is already set keeps its value.
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_ext",
     "OMP_NUM_THREADS": "1",  # processes outnumber cores
-    "OMP_WAIT_POLICY": "PASSIVE",  # a thread of the actor that waits gives way to other processes
+    "OMP_WAIT_POLICY": "PASSIVE",  # a waiting thread of the actor yields to other processes
     "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile small functions in the first step
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "1",
@@ -53,8 +53,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-# The imports that cost most and are safe to share, each with all that it imports. Ray is not safe, nor is verl, which
-# imports Ray: Ray draws ids and reads its variables in static C++ state, which all forks would share.
+# The most expensive imports that are safe to share, each with all that it imports. Ray is not safe, nor is verl, which
+# imports Ray: Ray keeps its ids and variables in static C++ state, which all forks would share.
 PRELOAD = (
     "tensordict",
     "torchdata.stateful_dataloader",
@@ -68,7 +68,7 @@ PRELOAD = (
     "vllm.model_executor.models.qwen2",
     "vllm.entrypoints.cli.serve",
 )
-MAX_FILES = 253  # that Linux passes in one message
+MAX_FILES = 253  # the most that Linux passes in one message
 
 _STUB = """{start}
 import json, os, signal, socket, sys
@@ -105,10 +105,10 @@ os._exit(status)
 
 
 def stub(python: str, address: str) -> str:
-    """The script that stands in for `python` and asks the server at `address`.
+    """Return the script that stands in for `python` and asks the server at `address`.
 
-    Linux reads 127 bytes of a first line at the least, up to a space. Of other paths a shell reads two lines, which are
-    a string to Python.
+    Linux reads at least 127 bytes of a first line, up to a space. For longer paths or those with spaces, a shell reads
+    two lines, which are a string to Python.
     """
     start = f"#!{python} -IS"
     if len(start.encode()) > 127 or re.search(r"\s", python):
@@ -118,10 +118,10 @@ def stub(python: str, address: str) -> str:
 
 @contextlib.contextmanager
 def warm_python() -> Iterator[str]:
-    """A server for the length of a `with` block; yields the path of the executable that stands in for Python.
+    """Run a server for a `with` block; yield the path of the executable that stands in for Python.
 
-    Starting returns at once: the server imports meanwhile, and requests wait for it. Where `RETOOL_WARM_PYTHON` names
-    the executable of another server, as in the stages of a quickstart, that one serves, and none is started.
+    Starting returns at once: the server imports meanwhile, and requests wait for it. If `RETOOL_WARM_PYTHON` names the
+    executable of another server, as in the stages of a quickstart, that one serves and none is started.
     """
     outer = os.environ.get(EXECUTABLE_VARIABLE)
     if outer and os.access(outer, os.X_OK):
@@ -154,11 +154,11 @@ def serve(executable: str, listener: socket.socket, parent_pid: int) -> None:
     """Import `PRELOAD`, then fork a Python per connection until the parent dies or SIGTERM comes.
 
     Raises:
-        RuntimeError: an import started a thread: forks would be unsafe.
+        RuntimeError: an import started a thread, so that forks would be unsafe.
     """
-    sys.executable = executable  # so that torchrun, Ray and multiprocessing in the forks start their Pythons here too
+    sys.executable = executable  # so that torchrun, Ray and multiprocessing in the forks also start their Pythons here
     _preload()
-    selector = selectors.DefaultSelector()  # of the listener, and for each fork of its pidfd and its executable
+    selector = selectors.DefaultSelector()  # of the listener, and of each fork's pidfd and executable
     selector.register(listener, selectors.EVENT_READ)
     while os.getppid() == parent_pid:
         for key, _ in selector.select(timeout=1.0)[:1]:  # one at a time: it may unregister the next
@@ -179,7 +179,7 @@ def serve(executable: str, listener: socket.socket, parent_pid: int) -> None:
                 selector.unregister(file)
             os.close(pidfd)
             client.close()
-    # The parent was killed, and cannot clean up itself.
+    # The parent was killed and cannot clean up itself.
     for pid in {key.data[0] for key in selector.get_map().values() if key.data}:
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(Path(executable).parent, ignore_errors=True)
@@ -194,11 +194,11 @@ def _preload() -> None:
     if threading.active_count() > 1:
         raise RuntimeError(f"{threading.enumerate()} run after the imports of warm_python; a fork would lose them.")
     gc.collect()
-    gc.freeze()  # no collection in a fork walks, and so copies, what all forks share
+    gc.freeze()  # so that no collection in a fork walks, and so copies, the shared pages
 
 
 def _start(client: socket.socket, selector: selectors.BaseSelector) -> int | None:
-    """Fork what the executable at the other end asks for; the pid, or None if it is gone already."""
+    """Fork what the executable at the other end asks for; return the pid, or None if it is already gone."""
     _, files, _, _ = socket.recv_fds(client, 1, MAX_FILES)
     with client.makefile() as lines:
         request = lines.readline()
@@ -218,21 +218,21 @@ def _start(client: socket.socket, selector: selectors.BaseSelector) -> int | Non
 
 
 def _become(request: str, files: list[int]) -> None:
-    """In the fork: be the Python that is asked for, with `files` as its open files. Does not return."""
-    os.setpgid(0, 0)  # as Ray gives each worker: it ends the process group of one that died
+    """Become, in the fork, the requested Python, with `files` as its open files. Does not return."""
+    os.setpgid(0, 0)  # as Ray does for each worker, whose process group it ends when it dies
     arguments, environment, folder, niceness, numbers = json.loads(request)
     floor = max([*numbers, *files, 2]) + 1
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, floor) for file in files]  # out of the way of each other
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, floor) for file in files]  # so that they do not collide
     for file in files:
         os.close(file)
     for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
-    with contextlib.suppress(OSError):  # less nice than we may be
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)  # Ray's workers are nice: a sandbox beside them comes first
+    with contextlib.suppress(OSError):  # it may be less nice than we are allowed to be
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)  # Ray's workers are nice: a sandbox next to them comes first
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # imports have asked for it, and TMPDIR may be another one here
+    tempfile.tempdir = None  # the imports have set it, and TMPDIR may differ here
     os.chdir(folder)
     sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.stdout.reconfigure(line_buffering=True)
@@ -246,7 +246,7 @@ def _become(request: str, files: list[int]) -> None:
     except BaseException:  # the interpreter's own last resort
         sys.excepthook(*sys.exc_info())
         status = 1
-    # As the interpreter ends, but without freeing what all forks share, which would copy it first.
+    # End as the interpreter does, but without freeing the shared pages, which would copy them first.
     with contextlib.suppress(BaseException):
         threading._shutdown()
     atexit._run_exitfuncs()
@@ -257,7 +257,7 @@ def _become(request: str, files: list[int]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Run what the arguments of a `python` command say, in this process.
+    """Run the arguments of a `python` command in this process.
 
     Raises:
         ValueError: they say neither `-c code` nor `-m module` nor a script.

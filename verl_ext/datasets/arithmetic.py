@@ -1,7 +1,7 @@
-"""Runs small arithmetic programs of ours: assignments and `print`, on numbers. Nothing else is executed.
+"""Run small arithmetic programs that we made: assignments and `print`, on numbers. Nothing else is executed.
 
 For traces of word problems, whose code comes from files that others wrote (equations, calculator annotations). A test
-runs the same programs in the sandbox and compares.
+runs the same programs in the sandbox and compares the results.
 """
 
 import ast
@@ -18,14 +18,14 @@ _BINARY = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_LARGEST = 10**15  # of a number and of a result; above it, a float no longer holds every integer
+_LARGEST = 10**15  # limit of numbers and results, within which a float holds every integer
 
 
 def evaluate(expression: str, values: Mapping[str, Number] | None = None) -> Number:
-    """The value of an expression of numbers, names, + - * / // % and brackets, as Python has it.
+    """Return the value that Python gives an expression of numbers, names, + - * / // % and brackets.
 
     Raises:
-        ValueError: it has something else, an unknown name, a division by zero, or a number above 10^15.
+        ValueError: it has anything else, an unknown name, a division by zero, or a number above 10^15.
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
@@ -35,10 +35,10 @@ def evaluate(expression: str, values: Mapping[str, Number] | None = None) -> Num
 
 
 def run(code: str) -> str:
-    """What a program of assignments and `print(EXPRESSION)` prints, without the last line's end.
+    """Return what a program of assignments and `print(EXPRESSION)` prints, without the last newline.
 
     Raises:
-        ValueError: it has another statement, or an expression that `evaluate` refuses.
+        ValueError: it has any other statement, or an expression that `evaluate` refuses.
     """
     values: dict[str, Number] = {}
     printed = []
@@ -58,7 +58,7 @@ def run(code: str) -> str:
 
 
 def plain(number: Number) -> str:
-    """Without exponent and without ".0": 51.0 -> 51, .5 -> 0.5; at most 6 decimals, which word problems stay below."""
+    """Return a number without exponent and ".0": 51.0 -> 51, .5 -> 0.5; with at most 6 decimals, enough for these."""
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 

@@ -14,7 +14,7 @@ from verl_ext.datasets.worked import Worked, keep_worked
 _ANNOTATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 _ANY_ANNOTATION = re.compile(r"<<[^<>]*>>")
 _ARITHMETIC = "-$0123456789.,%+*/x×() "  # what stands before an annotation
-_RESULT = re.compile(r"\s*\$?-?[\d,]*\.?\d*%?")  # and behind it
+_RESULT = re.compile(r"\s*\$?-?[\d,]*\.?\d*%?")  # and after it
 _NUMBER = re.compile(r"-?(?:\d++(?:\.\d++)?|\.\d++)")
 _NUMBER_IN_TEXT = re.compile(r"(?<![\w.])(?:\d++(?:\.\d++)?+|\.\d++)(?![\w.])")
 _PERCENT = re.compile(r"(?<!\d)(\d++(?:\.\d++)?|\.\d++)%")
@@ -23,7 +23,7 @@ _NAMES = "abcdefghijklmnop"  # of results, in order
 
 
 def read_worked(source: str, *, split: str) -> tuple[list[Worked], Report]:
-    """The problems of a file or of the hub's data set whose annotations give the answer, and what was left out."""
+    """Return the problems of a file or a hub data set whose annotations give the answer, and what was left out."""
     report = Report()
     rows = [(question, answer, name) for question, answer, name in _rows(source, split)]
     worked = list(keep_worked(((q, program(a), gold(a), name) for q, a, name in rows), report))
@@ -32,19 +32,19 @@ def read_worked(source: str, *, split: str) -> tuple[list[Worked], Report]:
 
 
 def read_test(source: str, *, split: str) -> list[Problem]:
-    """All problems, with the number after `####` as answer."""
+    """Return all problems, with the number after `####` as answer."""
     return [Problem(question, gold(answer), name) for question, answer, name in _rows(source, split)]
 
 
 def gold(answer: str) -> str:
-    """`... #### 1,080` -> 1080."""
+    """Return the answer, e.g. 1080 for `... #### 1,080`."""
     return answer.rpartition("####")[2].strip().translate(_SIGNS).rstrip(".")
 
 
 def program(answer: str) -> str:
-    """A program that prints the result of the last annotation; one that nothing prints where there is no annotation."""
+    """Return a program that prints the result of the last annotation, or nothing if there is no annotation."""
     statements: list[str] = []
-    results: dict[str, str] = {}  # number -> name of the result that it is
+    results: dict[str, str] = {}  # number -> name of the result with this value
     names = iter(_NAMES)
     last = ""
     for line in answer.rpartition("####")[0].splitlines():
@@ -62,17 +62,17 @@ def program(answer: str) -> str:
 
 
 def _expression(text: str, results: dict[str, str]) -> str:
-    """`48/2` -> `48 / 2`, `5%` -> `(5 / 100)`; a number that is an earlier result by its name."""
+    """Format `48/2` as `48 / 2`, `5%` as `(5 / 100)`, and a number that is an earlier result as the result's name."""
     plain = _PERCENT.sub(r"(\1/100)", text.translate(_SIGNS))
-    plain = re.sub(r"(?<![\d.])0+(?=\d)", "", plain)  # 05 is no Python
+    plain = re.sub(r"(?<![\d.])0+(?=\d)", "", plain)  # 05 is not valid Python
     plain = _NUMBER_IN_TEXT.sub(lambda found: results.get(found[0], found[0]), plain)
     return re.sub(r"(?<=[\w)])([+\-*/])(?=[\w(.])", r" \1 ", plain)
 
 
 def _words(line: str) -> str:
-    """`Natalia sold 48/2 = <<48/2=24>>24 clips in May.` -> `Natalia sold clips in May`."""
+    """Return `Natalia sold clips in May` for `Natalia sold 48/2 = <<48/2=24>>24 clips in May.`"""
     *parts, last = _ANY_ANNOTATION.split(line)
-    kept, position = [], 0  # in the part, behind the result of the annotation before it
+    kept, position = [], 0  # in the part, after the result of the previous annotation
     for part in parts:
         kept.append(part[position:].rstrip(" \t$").removesuffix("=").rstrip(_ARITHMETIC))
         following = last if len(kept) == len(parts) else parts[len(kept)]

@@ -18,10 +18,10 @@ COLUMNS = ("Question", "Numbers", "Equation", "Answer")
 
 
 def read_fold(folder: Path) -> tuple[list[Worked], list[Worked]]:
-    """The problems of train.csv and of dev.csv whose equation gives the answer; prints what was left out.
+    """Return the problems of train.csv and of dev.csv whose equation gives the answer, and print what was left out.
 
     Raises:
-        DataError: a file is not there, or lacks a column.
+        DataError: a file is missing or lacks a column.
     """
     parts = []
     for name in ("train.csv", "dev.csv"):
@@ -33,10 +33,10 @@ def read_fold(folder: Path) -> tuple[list[Worked], list[Worked]]:
 
 
 def read_file(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """(text, program, answer, id) of each row.
+    """Yield (text, program, answer, id) of each row.
 
     Raises:
-        DataError: the file is not there, or lacks a column.
+        DataError: the file is missing or lacks a column.
     """
     if not path.is_file():
         raise DataError(
@@ -60,10 +60,10 @@ def read_file(path: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def infix(prefix: Sequence[str], numbers: Sequence[str]) -> str:
-    """`- number0 * number1 2.0` with numbers 9 and 3: `9 - (3 * 2)`.
+    """Return an equation in infix form: `- number0 * number1 2.0` with numbers 9 and 3 gives `9 - (3 * 2)`.
 
     Raises:
-        DataError: the words are no expression.
+        DataError: the words are not an expression.
     """
     words = iter(prefix)
 
@@ -84,16 +84,16 @@ def infix(prefix: Sequence[str], numbers: Sequence[str]) -> str:
 
 
 def tidy(question: str) -> str:
-    """MAWPS is tokenised: no spaces in front of punctuation, and capitals where sentences begin."""
+    """Undo the tokenisation of MAWPS: remove spaces in front of punctuation, and begin sentences with capitals."""
     text = re.sub(r"\s+([.,?!])", r"\1", " ".join(question.split()))
     return re.sub(r"(^|[.?!] )([a-z])", lambda found: found[1] + found[2].upper(), text)
 
 
 def split_fold(folder: Path, *, seed: int, sft: int, rl: int | None, test: int | None) -> list[list[Worked]]:
-    """Test, SFT and RL problems of a fold, apart from each other; prints what was left out.
+    """Return test, SFT and RL problems of a fold, without overlap, and print what was left out.
 
-    dev.csv is the test. Of train.csv, shuffled, the first `sft` are for SFT and the others for RL, but for those that
-    are in a set before (`split_apart`).
+    dev.csv is the test. Of train.csv, shuffled, the first `sft` are for SFT and the others for RL, except those that
+    are in an earlier set (`split_apart`).
 
     Raises:
         DataError: see `read_fold`; or fewer than `sft` are left.

@@ -1,4 +1,4 @@
-"""A look at files of rows that reads little and imports nothing heavy: for who only wants to know what they are."""
+"""Look at files of rows while reading little and importing nothing heavy, for callers that only check what they are."""
 
 import heapq
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from verl_ext.runs import jsonl
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Of a sample: so many rows from the start of a file, so many spread over it, and so many whose texts are longest.
+# Rows of a sample: from the start of a file, spread over it, and those with the longest texts.
 FIRST, SPREAD, LONGEST = 256, 512, 16
 MOST_ROWS = 200_000  # of a file, that are measured
 MOST_BYTES = 2**26  # of JSON lines, that are parsed
@@ -30,7 +30,7 @@ class Sample:
 
 
 def count_rows(files: list[Path]) -> int | None:
-    """Rows of parquet (from the footer) or JSONL files (lines that are not empty); None if a file cannot be read."""
+    """Count the rows of parquet (by the footer) or JSONL files (non-empty lines); None if a file cannot be read."""
     if not files or not all(path.is_file() for path in files):
         return None
     from verl_ext.runs import parquet  # 0.3 s
@@ -42,7 +42,7 @@ def count_rows(files: list[Path]) -> int | None:
 
 
 def first_rows(path: Path, columns: list[str], most: int | None) -> Iterator[dict[str, Any]]:
-    """Some columns of the first rows (None: of all) of parquet or JSONL; none of a file that cannot be read so."""
+    """Yield some columns of the first `most` rows (None: all) of parquet or JSONL; nothing if it cannot be read so."""
     if not path.is_file():
         return
     if path.suffix != ".parquet":
@@ -55,12 +55,12 @@ def first_rows(path: Path, columns: list[str], most: int | None) -> Iterator[dic
 
 
 def sample(path: Path, text: str, columns: list[str]) -> Sample:
-    """The first rows of a file, some that are spread over it, and those whose column `text` is longest.
+    """Return the first rows of a file, some that are spread over it, and those whose column `text` is longest.
 
     Args:
-        columns: that are read of parquet, `text` among them; one that the file lacks is left out.
+        columns: those to read from parquet, `text` among them; one that the file lacks is left out.
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object.
+        DataError: the file cannot be read, or a line is not a JSON object.
     """
     if path.suffix == ".parquet":
         return _sample_parquet(path, text, columns)
@@ -80,7 +80,7 @@ def sample(path: Path, text: str, columns: list[str]) -> Sample:
 
 
 def _columns_of(rows: list[dict[str, Any]]) -> "pa.Schema":
-    """Columns of JSON's rows; one whose values have several types, which verl takes, is of the type null."""
+    """Return the columns of JSON rows; one whose values have several types, which verl accepts, gets the type null."""
     import pyarrow as pa
 
     fields = []
@@ -112,7 +112,7 @@ def _sample_parquet(path: Path, text: str, columns: list[str]) -> Sample:
 
 
 class _Chosen:
-    """The rows of a sample: those that are wanted for their place, and the longest of the others."""
+    """The rows of a sample: those that are chosen by position, and the longest of the others."""
 
     def __init__(self, total: int):
         self._step = max(1, total // SPREAD)
@@ -140,7 +140,7 @@ class _Chosen:
 
 
 def _text_bytes(column: "pa.Array") -> list[int]:
-    """Bytes of all texts of each value, at any depth of lists and structs."""
+    """Return the bytes of all texts of each value, at any depth of lists and structs."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,4 +1,4 @@
-"""Problems with answers, from public data sets to verl's RL columns: found columns, cleaned, reported, written.
+"""Turn problems with answers from public data sets into verl's RL columns: find columns, clean, report, write.
 
 Used by data/prepare_dapo_math_17k.py, prepare_aime.py and prepare_jsonl.py. Only distinct problems are held in memory.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BUILT_IN = REPO / "data" / "aime"
 # Columns of (problem, answer) in public data sets, tried in this order.
 KNOWN_COLUMNS = (
-    ("prompt.0.content", "reward_model.ground_truth"),  # verl's own; of several messages the last user's
+    ("prompt.0.content", "reward_model.ground_truth"),  # verl's own; if there are several messages, the last user's
     ("prompt", "reward_model.ground_truth"),
     ("problem", "answer"),
     ("Problem", "Answer"),
@@ -40,8 +40,8 @@ _ID_COLUMNS = ("id", "ID", "extra_info.index")
 
 @functools.cache
 def features() -> "datasets.Features":
-    """verl's RL columns."""
-    import datasets  # 0.8 s, which who only reads problems does not pay
+    """Return verl's RL columns."""
+    import datasets  # 0.8 s, only for callers that write
 
     text = datasets.Value("string")
     return datasets.Features(
@@ -50,7 +50,7 @@ def features() -> "datasets.Features":
             "prompt": [{"role": text, "content": text}],
             "ability": text,
             "reward_model": {"style": text, "ground_truth": text},
-            # `index` is the row of this file, `id` the source's name of the problem
+            # `index` is the row of this file, `id` the source's name for the problem
             "extra_info": {"index": datasets.Value("int64"), "split": text, "id": text},
         }
     )
@@ -93,7 +93,7 @@ def read_problems(source: str, *, split: str = "train", columns: tuple[str, str]
     Args:
         columns: of problem and answer; by default the first of KNOWN_COLUMNS that the first row has.
     Raises:
-        DataError: a row lacks one of them, or has a value of another type; names the row and the column.
+        DataError: a row lacks one of them or has a value of another type; the message names the row and the column.
     """
     for where, row in read_rows(source, split=split):
         columns = columns or _find_columns(row, where)
@@ -103,10 +103,11 @@ def read_problems(source: str, *, split: str = "train", columns: tuple[str, str]
 
 
 def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[dict[str, Any]], Any]:
-    """Messages and answer of a row in verl's RL columns.
+    """Return messages and answer of a row in verl's RL columns.
 
     Raises:
-        DataError: one of them lacks, is empty or of another type, or the last message is not the user's; names the row.
+        DataError: one of them is missing, empty or of another type, or the last message is not the user's; the message
+            names the row.
     """
     messages = column_of(row, prompt_key, where, list)
     for number in range(len(messages)):
@@ -122,7 +123,7 @@ def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[di
 
 
 def evaluation_problems(sources: Iterable[str]) -> EvaluationProblems:
-    """The problems of AIME 2024 and 2025, and of `sources`."""
+    """Return the problems of AIME 2024 and 2025, and of `sources`."""
     files = [*(str(path) for path in sorted(BUILT_IN.glob("*.jsonl"))), *sources]
     return EvaluationProblems(
         (f"{Path(source).stem} {problem.id}", problem.text) for source in files for problem in read_problems(source)
@@ -132,11 +133,11 @@ def evaluation_problems(sources: Iterable[str]) -> EvaluationProblems:
 def clean_problems(
     problems: Iterable[Problem], *, evaluation: EvaluationProblems | None, integer_answers: bool
 ) -> tuple[list[Problem], Report]:
-    """Drop duplicates and what cannot be trained on; the first of equal problems stays, in the order of the source.
+    """Drop duplicates and unusable problems; the first of equal problems stays, in the order of the source.
 
-    Left out are: all of a problem that has different answers; texts that ask nothing; answers that are no integer
-    (where `integer_answers`), or an integer that was a floating-point number before; answers that `score_answer` does
-    not find equal to themselves; problems of the evaluation sets.
+    Left out are: all copies of a problem that has different answers; texts that ask nothing; with `integer_answers`,
+    answers that are not integers, or are integers that were once floating-point numbers; answers that `score_answer`
+    does not find equal to themselves; problems of the evaluation sets.
 
     Returns:
         The problems that are left, integers without leading zeros, and the report.
@@ -175,7 +176,7 @@ def write_problems(problems: Sequence[Problem], path: Path, *, data_source: str,
     Args:
         protocol: key of PROMPTS, as `retool.protocol` of the run.
     Raises:
-        DataError: there are none.
+        DataError: there are no problems.
     """
     if not problems:
         raise DataError(f"No problem is left to write to {path}. See above why they were dropped.")
@@ -191,7 +192,7 @@ def write_problems(problems: Sequence[Problem], path: Path, *, data_source: str,
 
 
 def problem_row(problem: Problem, index: int, *, data_source: str, split: str, protocol: str) -> dict[str, Any]:
-    """A row of `features`; `protocol` as in `write_problems`."""
+    """Return a row of `features`; `protocol` as in `write_problems`."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": PROMPTS[protocol].format(problem=problem.text)}],
@@ -202,7 +203,7 @@ def problem_row(problem: Problem, index: int, *, data_source: str, split: str, p
 
 
 def _unusable(problem: Problem, integer_answers: bool) -> tuple[str, str] | None:
-    """(reason, what was seen), or None for a problem that can be trained on."""
+    """Return (reason, what was seen), or None for a problem that can be trained on."""
     answer = problem.answer
     if has_no_words(problem.text):
         return "the problem is empty or only a number", repr(problem.text)
@@ -218,7 +219,7 @@ def _unusable(problem: Problem, integer_answers: bool) -> tuple[str, str] | None
 
 
 def _was_float(number: int) -> bool:
-    """22099999999999998951424, which a float holds to the last digit: but not a round 2000000000000000000000."""
+    """Return True for 22099999999999998951424, all digits of a float; False for a round 2000000000000000000000."""
     rounded = float(number) if abs(number) < 10**308 else math.inf
     return rounded == number != int(Decimal(repr(rounded)))
 
@@ -237,7 +238,7 @@ def _find_columns(row: dict[str, Any], where: str) -> tuple[str, str]:
 
 
 def _last_user(row: dict[str, Any], column: str) -> str:
-    """Of a prompt of several messages the column of the last user message."""
+    """Return the column of the last user message if the prompt has several messages."""
     if column != "prompt.0.content" or not isinstance(row.get("prompt"), list):
         return column
     users = [i for i, m in enumerate(row["prompt"]) if isinstance(m, dict) and m.get("role") == "user"]

@@ -1,4 +1,4 @@
-"""How long a prompt of RL is, as a rollout renders it: for the doctor, and for the start of a run."""
+"""Measure how long an RL prompt is, as a rollout renders it: for the doctor, and for the start of a run."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ Messages = Sequence[Mapping[str, Any]]
 def prompt_length(
     tokenizer: "PreTrainedTokenizerBase", schemas: list[dict] | None, template_kwargs: Mapping[str, Any], limit: int
 ) -> Callable[[Messages], int]:
-    """A function that counts the tokens of a prompt, or says 0 if its bytes show that they are within `limit`.
+    """Return a function that counts the tokens of a prompt, or returns 0 if its bytes show that it is within `limit`.
 
     Both raise ValueError if the chat template refuses the messages.
 
     Args:
-        schemas: of the tools, as the chat template gets them.
+        schemas: the tools' schemas, as the chat template gets them.
     """
 
     empty = render(tokenizer, [{"role": "user", "content": ""}], template_kwargs, tools=schemas)
@@ -40,9 +40,9 @@ class PromptLengths:
     """The length of a row's prompt, by the agent loop and the tools that the row names; see `prompt_length`.
 
     Args:
-        loops: agent loop -> its tool protocol; None for one of verl's own, which shows all tools of the run's files.
-        default_loop: of a row that names none.
-        schemas: name -> schema of the tools that a rollout of ours can show, and of the run's files alone.
+        loops: agent loop -> its tool protocol; None for verl's own loops, which show all tools of the run's files.
+        default_loop: used for a row that names none.
+        schemas: name -> schema, once of all tools that our rollouts can show, and once of only the run's files.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads rows one at a time, of a parquet or JSONL file, a folder of these, or a data set of the hub; writes parquet.
+"""Read rows one at a time from a parquet or JSONL file, a folder of these, or a data set on the hub; write parquet.
 
 Nothing is held in memory beyond a batch. `field` checks what a row must hold, and names the row and the column.
 """
@@ -15,23 +15,24 @@ from verl_ext.runs import jsonl, parquet
 if TYPE_CHECKING:
     import datasets
 
-progress_bar = partial(tqdm, delay=2, mininterval=1)  # seconds: what is done at once shows none
+progress_bar = partial(tqdm, delay=2, mininterval=1)  # seconds: quick work shows no bar
 _JSON_SUFFIXES = (".jsonl", ".json")
 
 
 class DataError(ValueError):
-    """A source cannot be read or used; of a row that is not of the expected form the message names row and column."""
+    """A source cannot be read or used. If a row is not of the expected form, the message names the row and column."""
 
 
 def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row): `where` is the file and line or row, for messages; shows a progress bar.
+    """Yield (where, row), `where` being the file and line or row, for messages; show a progress bar.
 
     Args:
         source: path of a parquet or JSONL file or of a folder of them; else a data set on the hub, owner/name, or
-            owner/name/subset where it has several.
-        split: of the hub's data set.
+            owner/name/subset if it has several.
+        split: the split of the hub's data set.
     Raises:
-        DataError: there is no such file, and the hub cannot be reached or does not have it; a line is no JSON object.
+        DataError: there is no such file, and the hub cannot be reached or does not have it; or a line is not a JSON
+            object.
     """
     files = _files(source)
     with progress_bar(desc=f"read {source}", unit=" rows") as progress:
@@ -42,7 +43,7 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[
 
 
 def field(row: dict[str, Any], column: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
-    """The value of a column; `reward_model.ground_truth` is a field of a struct, `prompt.0.content` one of a list.
+    """Return the value of a column; `reward_model.ground_truth` is a struct's field, `prompt.0.content` a list's.
 
     Raises:
         DataError: a part is absent, or the value is not of `kind`.
@@ -64,12 +65,12 @@ def field(row: dict[str, Any], column: str, where: str, kind: type | tuple[type,
 
 
 def write_parquet(rows: Iterable[dict[str, Any]], path: Path, features: "datasets.Features") -> int:
-    """Write rows of the given columns; returns their number. The file appears when it is complete."""
+    """Write rows of the given columns and return their number. The file appears when it is complete."""
     return parquet.write(path, progress_bar(rows, desc=f"write {path}", unit=" rows"), features.arrow_schema)
 
 
 def _files(source: str) -> list[Path]:
-    """The files of a local source, in order of their names; none where the source is the hub's."""
+    """Return the files of a local source, in order of their names; none if the source is on the hub."""
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", *_JSON_SUFFIXES))
@@ -86,7 +87,7 @@ def _files(source: str) -> list[Path]:
 
 
 def lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of the lines of a JSONL file that are not empty, as `read_rows`."""
+    """Yield (where, row) of each non-empty line of a JSONL file, as `read_rows` does."""
     for number, line, row in jsonl.lines(file):
         where = f"{file}, line {number}"
         if isinstance(row, ValueError) and line.strip():

@@ -1,8 +1,9 @@
-"""SFT on ReTool traces: the same tokens that a rollout would have, with the loss on what the model wrote only. What a
-tool said is there as the trace has it: a rollout would cut it (`retool.max_tool_response_tokens`, `retool.traceback`).
+"""SFT on ReTool traces: the tokens that a rollout would have, with the loss only on what the model wrote.
+
+Tool output stays as the trace has it; a rollout would cut it (`retool.max_tool_response_tokens`, `retool.traceback`).
 
 Used by `data.custom_cls` of configs/shared/sft.yaml. verl's own MultiTurnSFTDataset renders message by message
-through the chat template. It would put the interpreter's answer into a turn of its own, and would train on an answer
+through the chat template. It would put the interpreter's answer into a separate turn, and would train on an answer
 that stands inside the assistant's text.
 """
 
@@ -34,18 +35,18 @@ class RetoolSFTDataset(Dataset):
     Args:
         parquet_files: files with a column `data.messages_key`, see verl_ext/protocols/trace.py, and optionally one
             `data.tools_key`.
-        tokenizer: of the model.
-        config: verl's `data` section; read are `messages_key`, `tools_key`, `max_length` (tokens), `truncation` (what
-            becomes of a longer trace: error | right, which cuts it | drop), and ours: `retool.protocol` (code | hermes)
-            and `retool.bad_rows` (error | drop).
+        tokenizer: the model's.
+        config: verl's `data` section. It reads `messages_key`, `tools_key`, `max_length` (tokens), `truncation` (for a
+            longer trace: error | right, which cuts it | drop), and our keys `retool.protocol` (code | hermes) and
+            `retool.bad_rows` (error | drop).
         processor: unused; part of verl's interface.
-        max_samples: use the first so many rows; -1 for all.
+        max_samples: use only the first rows, at most this many; -1 for all.
     Attributes:
         dropped: (row number, reason) of each row that is left out.
-        digest: of what the model wrote in all other rows, in their order; `checkpoints/course.py` compares it.
+        digest: hash of what the model wrote in all other rows, in order; `checkpoints/course.py` compares it.
     Raises:
-        ValueError: a setting is unknown, missing or none of its names; or a row is not a trace, or too long, and is not
-            to be dropped: names its number and the reason.
+        ValueError: a setting is unknown, missing or has an invalid value; or a row is not a trace or is too long, and
+            is not to be dropped. The message names the row's number and the reason.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class RetoolSFTDataset(Dataset):
             raise ValueError(f"None of {len(rows)} SFT rows in {files} can be used: {self.dropped[:3]}.")
 
     def _segments(self, number: int, messages: Any, tools: Any) -> list[Segment] | None:
-        """Prompt and response of one row; None where it is a bad one that is left out."""
+        """Return prompt and response of one row; None if it is a bad row that is left out."""
         try:
             return rendered_trace(messages, tools, self._protocol, self.tokenizer, self._template_kwargs)
         except ValueError as error:
@@ -111,14 +112,14 @@ class RetoolSFTDataset(Dataset):
     def _drop_long(self, traces: dict[int, list[Segment]]) -> None:
         """Leave out, by their row numbers, the traces that are too long, or raise, as `data.truncation` says.
 
-        One that is cut is left out only if its prompt takes all of the length: a batch without a token to train on has
-        no loss.
+        A trace that would be cut is left out only if its prompt takes all of the length: a batch without a token to
+        train on has no loss.
         """
         is_cut = self.truncation == "right"
         for number, trace in list(traces.items()):
             counted = trace[:1] if is_cut else trace
             most = self.max_length - 1 if is_cut else self.max_length
-            # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
+            # No text has more tokens than bytes, so most traces are known to fit without being tokenised.
             if sum(len(part.encode()) for segment in counted for part in segment.parts) <= most:
                 continue
             length = len(tokens_of(counted, self._encoder)[0])
@@ -143,13 +144,13 @@ class RetoolSFTDataset(Dataset):
 
 
 def tokens_of(segments: Sequence[Segment], encoder: SegmentEncoder) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask (1: written by the model) of a trace."""
+    """Return token ids and loss mask (1: written by the model) of a trace."""
     encoded = [(encoder.encode(segment.parts), int(segment.own)) for segment in segments]
     return [token for ids, _ in encoded for token in ids], [own for ids, own in encoded for _ in ids]
 
 
 def _rows(files: Sequence[str], messages_key: str, tools_key: str) -> Iterator[tuple[Any, Any]]:
-    """Messages and tools of each row. As Arrow has them: pandas would make floats of integers beside a null.
+    """Yield messages and tools of each row, read by Arrow: pandas would turn integers next to a null into floats.
 
     Raises:
         KeyError: a file has no column `messages_key`.

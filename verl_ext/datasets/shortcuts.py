@@ -1,4 +1,4 @@
-"""What rules score that do not understand a word problem: the least that an accuracy must beat to mean anything."""
+"""Score rules that do not understand a word problem: an accuracy must beat them to mean anything."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ def _range(numbers: Sequence[Fraction]) -> Fraction:
 
 
 def _quotient_or(otherwise: Rule) -> Rule:
-    """Largest over smallest where that is whole."""
+    """Return the rule "largest over smallest if that is whole, else `otherwise`"."""
 
     def rule(numbers: Sequence[Fraction]) -> Fraction:
         low, high = min(numbers), max(numbers)
@@ -37,7 +37,7 @@ RANDOM_PAIR = "random pair and operator"
 
 
 def random_pair(numbers: Sequence[Fraction], answer: Fraction) -> float:
-    """Probability that two random numbers of the text, in random order, and a random one of + - * / give the answer."""
+    """Return the chance that two random numbers of the text, in random order, and a random + - * / give the answer."""
     hits = tries = 0
     for a, b in itertools.permutations(numbers, 2):
         results = [a + b, a - b, a * b, a / b if b else None]
@@ -47,7 +47,7 @@ def random_pair(numbers: Sequence[Fraction], answer: Fraction) -> float:
 
 
 def shortcut_rates(problems: Iterable[tuple[str, str]]) -> dict[str, float]:
-    """Accuracy of each rule over (text, answer); a text with less than two numbers counts as wrong."""
+    """Return the accuracy of each rule over (text, answer); a text with fewer than two numbers counts as wrong."""
     rates: dict[str, list[float]] = {name: [] for name in (*RULES, RANDOM_PAIR)}
     for text, said in problems:
         numbers, answer = [Fraction(found.replace(",", "")) for found in _NUMBER.findall(text)], Fraction(said)
@@ -59,7 +59,7 @@ def shortcut_rates(problems: Iterable[tuple[str, str]]) -> dict[str, float]:
 
 
 def describe_shortcuts(sources: Mapping[str, Iterable[tuple[str, str]]]) -> str:
-    """A line for each data source: `svamp_ood: largest minus smallest 26.0%, ...`."""
+    """Return a line for each data source: `svamp_ood: largest minus smallest 26.0%, ...`."""
     lines = ["What rules score that do not read the problem:"]
     for source, problems in sources.items():
         rates = ", ".join(f"{name} {rate:.1%}" for name, rate in shortcut_rates(problems).items())

@@ -1,15 +1,15 @@
-"""Texts of problems: the instructions around them, and keys by which two spellings of a problem are found equal."""
+"""Texts of problems: the instructions around them, and keys that show that two spellings are the same problem."""
 
 import re
 import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
 
-# What the model is told beside the problem: by `retool.protocol` of the run, and behind "_" which of its texts. SFT and
-# RL data need the same.
+# Instructions that go with the problem: the key is `retool.protocol` of the run, and after "_" which of its texts. SFT
+# and RL data need the same.
 PROMPTS = {
-    # ReTool's own (arXiv:2504.11536; every row of JoeYing/ReTool-SFT), but with code and answer as our protocol writes
-    # them: no Markdown fence, no <answer> tags, and \boxed{} without the doubled braces of an unused format string.
+    # ReTool's own (arXiv:2504.11536; every row of JoeYing/ReTool-SFT), except that code and answer are as our protocol
+    # writes them: no Markdown fence, no <answer> tags, and \boxed{} without the doubled braces of a format string.
     "code": (
         "Solve the following problem step by step. You now have the ability to selectively write executable Python "
         "code to enhance your reasoning process. The Python code will be executed by an external sandbox, and the "
@@ -29,12 +29,12 @@ PROMPTS = {
     "no_tool_short": (
         "Solve the problem: write the calculation and its result, then put the answer in \\boxed{{}}.\n\n{problem}"
     ),
-    # The published run's: the tool's schema, in the system prompt, says how to call it (verl-recipe@2ae2c59,
+    # From the published run: the tool's schema, in the system prompt, says how to call it (verl-recipe@2ae2c59,
     # retool/retool_dataset_utils.py).
     "hermes": "{problem}\nThe answer format must be: \\boxed{{'The final answer goes here.'}}",
 }
 
-# Instructions that public data sets carry around a problem: (before, behind).
+# Instructions that public data sets carry around a problem: (before, after).
 _WRAPPERS = [
     (  # BytedTsinghua-SIA/DAPO-Math-17k. It asks for "Answer: ...", which a scorer of \boxed{} never sees.
         r"Solve the following math problem step by step\. The last line of your response should be of the form Answer: "
@@ -56,7 +56,7 @@ _WRAPPERS = [
     (r"", r"The answer format must be: \\boxed\{+'The final answer goes here\.'\}+"),
 ]
 _WRAPPED = [(re.compile(before, re.DOTALL), re.compile(rf"(?:{behind})\Z")) for before, behind in _WRAPPERS]
-_MOST_WRAPPERS = 8  # around one another
+_MOST_WRAPPERS = 8  # around each other
 
 _LAYOUT = r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![a-zA-Z])|[\s$~]|\\[()\[\]]"  # shows nothing
 _SPACING = re.compile(_LAYOUT)
@@ -74,7 +74,7 @@ _APART = "\x02"  # between digits that make two numbers
 _COMMANDS = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _NO_WORD = re.compile(r"[\W_]+")
 
-# Signs of one meaning have one letter. A hyphen within words is none.
+# Signs with the same meaning share one letter. A hyphen within words is not a sign.
 _SIGNS = {"le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠"}
 _SIGNS |= {"lt": "<", "gt": ">", "pm": "±", "times": "×", "cdot": "×", "div": "/", "equiv": "≡", "mid": "|"}
 _SIGN_COMMANDS = re.compile(rf"\\({'|'.join(_SIGNS)})(?![a-zA-Z])")
@@ -89,13 +89,13 @@ _NO_SIGN = re.compile(rf"(?:(?!(?<=\d)\.(?=\d))[^\w{_SIGN_LETTERS}]|_)+")
 _AROUND_SIGNS = re.compile(rf" ?([{_SIGN_LETTERS}]) ?")
 
 SHINGLE_CHARS = 30  # letters and digits; about seven words
-MIN_SHORT = 3  # characters of a shorter problem that is looked for within a text; it has a number or a sign as well
+MIN_SHORT = 3  # characters of a shorter problem that is searched for within a text; it also has a number or a sign
 _CALCULATES = re.compile(rf"[\d{_SIGN_LETTERS}]")
 MIN_SHARE = 0.5  # of an evaluation problem's shingles that a leaked spelling has, see find_overlap
 
 
 def bare_problem(prompt: str) -> str:
-    """The problem without the instructions that a known data set put around it."""
+    """Return the problem without the instructions that a known data set put around it."""
     text = prompt.strip()
     for _ in range(_MOST_WRAPPERS):
         for before, behind in _WRAPPED:
@@ -112,9 +112,9 @@ def bare_problem(prompt: str) -> str:
 
 @lru_cache(maxsize=2**15)  # DAPO-Math-17k has each of its problems 100 times
 def same_problem_key(problem: str) -> str:
-    r"""Equal for texts that differ in spaces, case, punctuation, dollar signs and needless braces only.
+    r"""Return a key that is equal for texts that differ only in spaces, case, punctuation, `$` and needless braces.
 
-    Not for texts that differ in an operator, in the prime of a name, in what is grouped (`2^{3}4` and `2^{34}`,
+    It is not equal if they differ in an operator, in the prime of a name, in what is grouped (`2^{3}4` and `2^{34}`,
     `\frac{x}{2}+1` and `\frac{x}{2+1}`), or in where a number ends (`1 23` and `12 3`).
     """
     text = _FRACTIONS.sub(r"\\frac", unicodedata.normalize("NFKC", problem))
@@ -125,13 +125,13 @@ def same_problem_key(problem: str) -> str:
 
 
 def template_key(problem: str) -> str:
-    """Equal for problems of one template: numbers, and words with a capital, which may be names, are left out."""
+    """Return a key that is equal for problems of one template, without numbers and capitalised words (maybe names)."""
     text = re.sub(r"\b[A-Z]\w*", " ", re.sub(r"\d[\d,.]*", " ", problem))
     return _NO_WORD.sub(" ", text).casefold()
 
 
 def has_no_words(problem: str) -> bool:
-    r"""Whether nothing is asked: an empty text, or only a number such as `$\frac{2020}{6063}$`."""
+    r"""Return whether nothing is asked: the text is empty, or only a number such as `$\frac{2020}{6063}$`."""
     rest = re.sub(r"[\s${}()\[\].,/-]", "", _COMMANDS.sub("", problem))
     return rest == "" or rest.isdecimal()
 
@@ -139,9 +139,9 @@ def has_no_words(problem: str) -> bool:
 class EvaluationProblems:
     """Finds other spellings of evaluation problems, by shared runs of 30 letters, digits and signs (shingles).
 
-    A shorter problem is looked for as a whole. Of LaTeX's commands those of signs count, as `+` and `-` do; drawings,
-    spaces and punctuation do not. Two public data sets spell the 60 problems of AIME
-    2024 and 2025: 48 are equal without these, and shared runs find 58 (tests/unit/datasets).
+    A shorter problem is searched for as a whole. Of LaTeX's commands, those for signs count, as `+` and `-` do;
+    drawings, spaces and punctuation do not. Two public data sets have the 60 problems of AIME 2024 and 2025: 48 are
+    equal without these, and shared runs find 58 (tests/unit/datasets).
 
     Args:
         problems: (name, text) of each, without instructions around it.
@@ -164,7 +164,7 @@ class EvaluationProblems:
         return len(self._problems)
 
     def find_overlap(self, problem: str) -> tuple[str, float] | None:
-        """Name of the evaluation problem that most of is in `problem`, and its share; None where none is half in it."""
+        """Return the name of the evaluation problem with the largest share in `problem`, and its share, if >= half."""
         words = _words(problem)
         letters = _letters(words)
         starts = range(0, max(1, len(letters) - SHINGLE_CHARS + 1), SHINGLE_CHARS // 2)  # a leak is longer than a step
@@ -194,13 +194,13 @@ def _with_braces(found: re.Match[str]) -> str:
 
 
 def _gap(found: re.Match[str]) -> str:
-    """What keeps two digits apart: the sign of a number or a list, or that there is something."""
+    """Return what keeps two digits apart: the sign of a number or a list, or a mark that there is something."""
     signs = found[0].strip(f"{_EDGE}$")
     return "." if signs == "." else next((sign for sign in ",:" if sign in _COMMANDS.sub("", signs)), _APART)
 
 
 def _words(problem: str) -> str:
-    r"""Words, numbers and signs of a problem, the words apart by a blank: `what is 2+3`, `1/2` for `\frac12`."""
+    r"""Return words, numbers and signs of a problem, words separated by blanks: `what is 2+3`, `1/2` for `\frac12`."""
     text = _without_drawings(unicodedata.normalize("NFKC", problem)).translate(_SAME_SIGNS).replace("$", "")
     text = _BARE_ARGUMENTS.sub(_with_braces, _FRACTIONS.sub(r"\\frac", text)).replace("}{", "/")
     text = _COMMANDS.sub("", _SIGN_COMMANDS.sub(lambda found: _SIGNS[found[1]], text))
@@ -209,12 +209,12 @@ def _words(problem: str) -> str:
 
 
 def _letters(words: str) -> str:
-    """`_words` without blanks, of which only that two numbers are apart is left."""
+    """Return `_words` without blanks, except for a mark between two numbers."""
     return re.sub(r"(?<=\d) (?=\d)", _APART, words).replace(" ", "")
 
 
 def _has_whole(words: str, short: str) -> bool:
-    """Whether `words` have `short`, and neither a word nor a number nor an expression goes on at its ends."""
+    """Return whether `words` have `short`, and no word, number or expression continues beyond its ends."""
     at = words.find(short)
     while at >= 0:
         before, behind = words[:at][-2:], words[at + len(short) :][:2]
@@ -225,14 +225,14 @@ def _has_whole(words: str, short: str) -> bool:
 
 
 def _goes_on(beyond: str, end: str) -> bool:
-    """Whether what stands beyond an end, nearest first, belongs to the word, number or expression at that end."""
+    """Return whether the text beyond an end, nearest first, belongs to the word, number or expression at that end."""
     if beyond[:1] == " ":
         return end.isdecimal() and beyond[1:].isdecimal()
     return beyond != "" and (beyond[0] in _SIGN_LETTERS + "." or (beyond[0] + end).isascii())
 
 
 def _without_drawings(text: str) -> str:
-    """The text without what stands between [asy] and [/asy]."""
+    """Return the text without what stands between [asy] and [/asy]."""
     kept, position = [], 0
     while (start := text.find("[asy]", position)) >= 0 and (stop := text.find("[/asy]", start)) >= 0:
         kept.append(text[position:start])

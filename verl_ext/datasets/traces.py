@@ -1,7 +1,7 @@
-"""SFT traces, from ReTool-SFT in either of its public forms or of one's own, to verl's columns `messages` and `tools`.
+"""Turn SFT traces, ReTool-SFT in either public form or your own, into verl's columns `messages` and `tools`.
 
 Calls become objects (`tool_calls`), which verl_ext/protocols/trace.py turns into the text of either protocol; it also
-has the last word on what is a trace. Traces with other tools than the Python interpreter are left out.
+has the last word on what is a trace. Traces with tools other than the Python interpreter are left out.
 """
 
 import json
@@ -50,17 +50,17 @@ class Trace:
 
 
 def read_traces(source: str, *, split: str = "train", protocol: str) -> Iterator[Trace | tuple[str, str]]:
-    """Yield a trace for each row, or (id, reason) for a conversation that is none.
+    """Yield a trace for each row, or (id, reason) for a conversation that is not one.
 
     Args:
         protocol: key of PROMPTS, which replaces the instructions around the problem; as `retool.protocol` of the run.
     Raises:
-        DataError: a row has no list `messages` of objects with a role and a text, be it as JSON text; names the row and
-            the column.
+        DataError: a row has no list `messages` (or JSON text of one) of objects with a role and a text; the message
+            names the row and the column.
     """
     for where, row in read_rows(source, split=split):
         if isinstance(row.get("messages"), str):
-            with suppress(ValueError):  # `field` says what it found
+            with suppress(ValueError):  # `field` reports what it found
                 row["messages"] = messages_of(row["messages"])
         for number, message in enumerate(field(row, "messages", where, list)):
             field(row, f"messages.{number}.role", where)
@@ -78,7 +78,7 @@ def read_traces(source: str, *, split: str = "train", protocol: str) -> Iterator
 def clean_traces(
     traces: Iterable[Trace | tuple[str, str]], *, evaluation: EvaluationProblems
 ) -> tuple[list[Trace], Report]:
-    """Drop conversations that are no traces, duplicates, and problems of the evaluation sets.
+    """Drop conversations that are not traces, duplicates, and problems of the evaluation sets.
 
     Several traces of one problem stay.
     """
@@ -107,7 +107,7 @@ def write_traces(traces: list[Trace], path: Path) -> None:
     """Write parquet in verl's SFT columns, and print figures of the calls and the first trace that has one.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no traces.
     """
     if not traces:
         raise DataError(f"No trace is left to write to {path}. See above why they were dropped.")
@@ -127,7 +127,7 @@ def write_traces(traces: list[Trace], path: Path) -> None:
 
 
 def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str) -> Trace:
-    """Raises ValueError with the reason where the conversation is no trace."""
+    """Return the trace of a conversation; raise ValueError with the reason if it is not one."""
     length = next((i for i, m in enumerate(messages) if m["role"] not in PROMPT_ROLES), len(messages))
     if length == 0 or messages[length - 1]["role"] != "user":
         raise ValueError("expected the user's question before the assistant's first message")
@@ -152,7 +152,7 @@ def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str)
 
 
 def _inline(role: str, text: str) -> Iterator[dict[str, Any]]:
-    """The messages of one text of the assistant, in which the interpreter may have answered."""
+    """Yield the messages of one text of the assistant, in which the interpreter may have answered."""
     parts, rest = split_outputs(text)
     for content, output in parts:
         yield _with_call(content)
@@ -180,6 +180,6 @@ def _code(call: dict[str, Any]) -> str:
 
 
 def make_message(role: str, content: str, codes: list[str] | None = None) -> dict[str, Any]:
-    """A message of FEATURES; an assistant's with calls of the interpreter."""
+    """Return a message of FEATURES; an assistant's may have calls of the interpreter."""
     calls = [{"type": "function", "function": {"name": CODE_TOOL, "arguments": {"code": code}}} for code in codes or []]
     return {"role": role, "content": content, "tool_calls": calls or None}

@@ -1,7 +1,7 @@
 """Problems with the program that solves them: executed, checked against the gold answer, and written for SFT and RL.
 
-Used by data/small/prepare.py, data/prepare_mawps.py and data/prepare_gsm8k.py. What goes into SFT, into RL and into the
-test is kept apart here: see `split_apart`.
+Used by data/small/prepare.py, data/prepare_mawps.py and data/prepare_gsm8k.py. `split_apart` keeps the SFT, RL and test
+problems apart.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from verl_ext.datasets.traces import Trace, make_message, write_traces
 from verl_ext.runs import durable
 
 PROTOCOL, NO_TOOL = "code_short", "no_tool_short"  # keys of PROMPTS
-SHORTCUTS_FILE = "shortcuts.txt"  # beside eval.parquet: what rules score on it
+SHORTCUTS_FILE = "shortcuts.txt"  # next to eval.parquet: what rules score on it
 _FLOAT_ERROR = Fraction(1, 10**9)  # .1 + .2 prints 0.30000000000000004
 _ROUNDED = Fraction(1, 100)  # MAWPS rounds answers to two digits; GSM8K's are exact
 
@@ -36,10 +36,10 @@ class Worked:
 
 
 def as_fraction(number: str) -> Fraction:
-    """`1,005`, `1/2`, `10%` or `.5` as a number.
+    """Return `1,005`, `1/2`, `10%` or `.5` as a number.
 
     Raises:
-        ValueError, ZeroDivisionError: it is none.
+        ValueError, ZeroDivisionError: it is not a number.
     """
     bare = number.strip().replace(",", "")
     return Fraction(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
@@ -49,10 +49,10 @@ def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) 
     """Run the program, and check that it prints the gold answer.
 
     Args:
-        exact: else the gold answer may be rounded to two digits; the answer of what is returned is the program's.
+        exact: if false, the gold answer may be rounded to two digits; the returned answer is the program's.
     Raises:
-        ValueError: the program is no arithmetic, prints another number, or one that has no short decimal (1/3): the
-            scorer takes no rounded answer.
+        ValueError: the program is not arithmetic, prints another number, or prints one that has no short decimal
+            (1/3): the scorer accepts no rounded answer.
     """
     output = arithmetic.run(code)
     if not output:
@@ -66,7 +66,7 @@ def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) 
 
 
 def trace_of(worked: Worked, protocol: str = PROTOCOL) -> Trace:
-    """One call of the interpreter, its output, and the answer in a box; without the tool the same as a calculation."""
+    """Return a trace: one interpreter call (without the tool: the calculation), its output and the boxed answer."""
     question = make_message("user", PROMPTS[protocol].format(problem=worked.text))
     answer = f"The answer is \\boxed{{{worked.answer}}}."
     if protocol == NO_TOOL:
@@ -82,11 +82,11 @@ def problem_of(worked: Worked) -> Problem:
 
 
 def split_apart(*sets: Sequence[Worked]) -> tuple[list[list[Worked]], Report]:
-    """Leave out of each set what a set before it has, in whatever spelling, and what it has twice itself.
+    """Leave out of each set what an earlier set has, in any spelling, and the set's own duplicates.
 
-    Name the sets from the one that must stay whole (the test) to the one that gives way. A problem counts as there when
-    it is equal but for spaces, case and punctuation, for numbers and names, or shares half of the runs of 30 letters
-    (`EvaluationProblems`). Within a set the same problem may stand with other numbers.
+    Name the sets from the one that must stay whole (the test) to the one that gives way. An earlier set has a problem
+    if it is equal except for spaces, case and punctuation, or for numbers and names, or if it shares half of the runs
+    of 30 letters (`EvaluationProblems`). Within a set, the same problem may occur with other numbers.
     """
     report, kept, seen, templates = Report(), [], set(), set()
     before: list[tuple[str, str]] = []
@@ -128,10 +128,10 @@ def write_task(
 
     Args:
         rl_source: data source of the RL problems.
-        evaluation: problems by data source; what a shortcut scores on each is printed.
+        evaluation: problems by data source; the score of shortcuts on each is printed.
         protocol: PROTOCOL, or NO_TOOL.
     Raises:
-        DataError: one of them has no row.
+        DataError: one of the files has no row.
     """
     parts = {"sft_train": sft, "sft_val": sft_val, "rl_train": rl, "eval": [*itertools.chain(*evaluation.values())]}
     if empty := [str(out / f"{name}.parquet") for name, problems in parts.items() if not problems]:
@@ -155,7 +155,7 @@ def write_task(
 
 
 def keep_worked(rows: Iterable[tuple[str, str, str, str]], report: Report, *, exact: bool = True) -> Iterator[Worked]:
-    """`work_out` of (text, code, gold, id) rows; those that it refuses are counted in the report."""
+    """Yield `work_out` of (text, code, gold, id) rows; the report counts those that it refuses."""
     for text, code, gold, name in rows:
         report.rows += 1
         try:

@@ -21,7 +21,7 @@ from verl_ext.settings import CONFIGS, REPO, compose_run
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 where a finding is a FAIL."""
+    """Return the exit status: 0, or 1 if a finding is a FAIL."""
     args = _parse(argv)
     started = time.monotonic()
     findings = []
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
-    """All findings, as they come."""
+    """Yield all findings as they come."""
     folder = args.config_dir.resolve()
     try:
         composed = compose_run(args.config_name, args.overrides, folder=folder)
@@ -75,7 +75,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if "--quick" in sys.argv:  # in a process of its own, which ends at once, both save a tenth of the time
+    if "--quick" in sys.argv:  # the process is separate and short-lived: both save a tenth of the time
         gc.disable()
-        yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # on which OmegaConf builds its own
+        yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf builds its loader on it
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Whether SFT makes the tokens that a rollout makes. Imports verl, transformers and torch."""
+"""Whether SFT makes the same tokens as a rollout. Imports verl, transformers and torch."""
 
 import asyncio
 import os
@@ -25,17 +25,17 @@ from verl_ext.protocols.trace import rendered_trace, schemas_of
 from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
-THOUGHT = {"reasoning_content": QUESTION}  # of the model, behind a chat template that opens <think>
+THOUGHT = {"reasoning_content": QUESTION}  # of the model, after a chat template that opens <think>
 
 
 def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """Whether SFT and rollout make the same tokens and masks of one trace, and whether both YAMLs name one protocol.
+    """Check that SFT and rollout make the same tokens and masks of a trace, and that both YAMLs name one protocol.
 
-    The rollout is the real agent loop between a scripted server, which samples what the trace has, and a scripted
+    The rollout is the real agent loop between a scripted server, which samples the text of the trace, and a scripted
     sandbox.
     """
     stem = run.name.partition("_dapo")[0].removesuffix("_sft")
-    other = f"{stem}_sft" if run.is_rl else f"{stem}_dapo"  # the YAML of the same model's other stage
+    other = f"{stem}_sft" if run.is_rl else f"{stem}_dapo"  # YAML of the same model's other stage
     partner = Run(other, compose_run(other), folder=run.folder) if (CONFIGS / f"{other}.yaml").is_file() else None
     rl, sft = (run, partner) if run.is_rl else (partner, run)
     if rl is None:
@@ -68,7 +68,7 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
 
 
 def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list | None]:
-    """TRACE as RetoolSFTDataset makes it, and the tools in its prompt. Raises ValueError where that refuses it."""
+    """Return TRACE as RetoolSFTDataset makes it, and the tools in its prompt. Raises ValueError if that refuses it."""
     tools = list(tool_schemas(run, tokenizer).values()) if run.is_rl else None
     protocol, kwargs = protocol_of(run, tokenizer), template_kwargs(run)
     schemas = protocol.schemas(schemas_of(tools))
@@ -80,7 +80,7 @@ def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, li
 
 
 def first_difference(tokenizer: PreTrainedTokenizerBase, sft: Tokens, rollout: Tokens) -> str | None:
-    """Where the two differ first, in words; None where they are equal."""
+    """Return in words where the two differ first; None if they are equal."""
     pairs = list(zip(*sft, strict=True)), list(zip(*rollout, strict=True))
     if pairs[0] == pairs[1]:
         return None

@@ -1,4 +1,4 @@
-"""Whether batches divide among GPUs, and sequences fit into what is set aside for them."""
+"""Whether batches divide evenly among GPUs, and sequences fit into the space reserved for them."""
 
 from collections.abc import Iterator
 
@@ -54,7 +54,7 @@ def _check_rl(run: Run) -> Iterator[Finding]:
 
 
 def _check_model_len(run: Run) -> Iterator[Finding]:
-    """As verl 0.9.1 refuses, when the cluster is up already: workers/rollout/vllm_rollout/vllm_async_server.py:1107."""
+    """Refuse what verl 0.9.1 refuses once the cluster is up: workers/rollout/vllm_rollout/vllm_async_server.py:1107."""
     longest, positions, given = run.longest, run.positions, run.get(f"{ROLLOUT}.max_model_len")
     if given is None:
         yield warn(f"""rollout.max_model_len is null: vLLM takes the model's maximum, and refuses to start
@@ -73,7 +73,7 @@ def _check_model_len(run: Run) -> Iterator[Finding]:
 
 
 def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:
-    """As verl 0.9.1 asserts: trainer/ppo/v1/trainer_separate_async.py:55-70."""
+    """Check what verl 0.9.1 asserts: trainer/ppo/v1/trainer_separate_async.py:55-70."""
     sync_step = run.get("trainer.v1.separate_async.parameter_sync_step")
     if run.batch != sync_step * mini:
         yield fail(f"""data.train_batch_size={run.batch} is not
@@ -99,7 +99,7 @@ def _check_sft(run: Run) -> Iterator[Finding]:
 
 
 def _check_tokens(run: Run, section: str, key: str, micro: str = "", rows: int = 0) -> Iterator[Finding]:
-    """Whether a token budget times Ulysses holds the longest sequence; or, if not dynamic, `micro` divides `rows`."""
+    """Check that a token budget times Ulysses holds the longest sequence; if not dynamic, that `micro` divides `rows`."""
     tokens = (run.get(f"{section}.{key}") or 0) * run.ulysses
     if micro and not run.get(f"{section}.use_dynamic_bsz"):
         size = run.get(f"{section}.{micro}")
@@ -114,7 +114,7 @@ def _check_tokens(run: Run, section: str, key: str, micro: str = "", rows: int =
 
 
 def _check_ranks(run: Run) -> Iterator[Finding]:
-    """As verl 0.9.1 asserts (models/transformers/monkey_patch.py:343) and vLLM refuses; heads where they are known."""
+    """Check what verl 0.9.1 asserts (models/transformers/monkey_patch.py:343) and vLLM refuses; heads if known."""
     if run.gpus % run.ulysses:
         yield fail(f"""{run.gpus} GPUs are no multiple of ulysses_sequence_parallel_size={run.ulysses}
             -> Change one of them.""")
@@ -134,5 +134,5 @@ def _check_ranks(run: Run) -> Iterator[Finding]:
 
 
 def _divisor(whole: int, near: int) -> int:
-    """The divisor of `whole` that is nearest to `near`."""
+    """Return the divisor of `whole` that is nearest to `near`."""
     return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - near))

@@ -1,4 +1,4 @@
-"""What a run will write, whether there is room for it, and what it would go on from."""
+"""What a run will write, whether there is room for it, and which checkpoint it would continue from."""
 
 import shutil
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a larger disk."
 
 
 def steps_per_epoch(run: Run) -> int | None:
-    """As verl 0.9.1 counts them: trainer_base.py:765 for RL, the length of the data loader for SFT."""
+    """Count the steps of an epoch as verl 0.9.1 does: trainer_base.py:765 for RL, the data loader's length for SFT."""
     return _batches(run, "train")
 
 
 def _batches(run: Run, split: str) -> int | None:
-    """Whole batches of a split; None where its rows cannot be counted."""
+    """Return the number of whole batches of a split; None if its rows cannot be counted."""
     rows = count_rows(run.files(split))
     if rows is not None and (most := run.get(f"data.{split}_max_samples", -1)) > 0:
         rows = min(rows, most)
@@ -44,7 +44,7 @@ def total_steps(run: Run) -> int | None:
 
 
 def check_steps(run: Run) -> Iterator[Finding]:
-    """Whether the data are enough for the steps."""
+    """Check that the data are enough for the steps."""
     epoch, total, epochs = steps_per_epoch(run), total_steps(run), run.get("trainer.total_epochs", 1)
     if epoch == 0:
         most = run.get("data.train_max_samples", -1)
@@ -62,7 +62,7 @@ def check_steps(run: Run) -> Iterator[Finding]:
 
 
 def check_disk(run: Run) -> Iterator[Finding]:
-    """Room for one checkpoint, for the least that the settings can be brought to keep, and for what they keep."""
+    """Check for room for one checkpoint, for the fewest that settings could keep, and for those that they do keep."""
     folder, total = run.output_folder, total_steps(run)
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
@@ -115,10 +115,10 @@ def check_disk(run: Run) -> Iterator[Finding]:
 
 
 def check_resume(run: Run) -> Iterator[Finding]:
-    """Which checkpoint the run goes on from, as verl_ext/checkpoints decides, and what there is left to do."""
+    """Report which checkpoint the run continues from, as verl_ext/checkpoints decides, and what is left to do."""
     folder, mode, said = run.output_folder, run.get("trainer.resume_mode", "auto"), []
     look = f"See what is there: python -m verl_ext.checkpoints {folder}"
-    if mode not in ("auto", "disable", "resume_path"):  # told by names.py
+    if mode not in ("auto", "disable", "resume_path"):  # names.py reports it
         return
     if mode == "disable" and (there := checkpoints.steps(folder)):
         yield warn(f"""trainer.resume_mode=disable, and {folder} holds checkpoints up to step {there[-1]}, which the run
@@ -163,16 +163,16 @@ def check_resume(run: Run) -> Iterator[Finding]:
 
 
 def _changed(run: Run) -> Iterator[str]:
-    """What a checkpoint has in it, where the configuration of the last start had another value."""
+    """Yield settings that are part of a checkpoint and differ from the configuration of the last start."""
     file = run.output_folder / "hydra" / "config.yaml"
     if not file.is_file():
         return
     try:
         before = OmegaConf.load(file)
-    except (OSError, yaml.YAMLError):  # a start that was killed
+    except (OSError, yaml.YAMLError):  # the start was killed
         return
     of_optimizer = (f"{run.optim}.{name}" for name in ("lr", "betas", "weight_decay"))
     for key in (f"{run.model}.path", "data.train_files", *of_optimizer):
-        with suppress(OmegaConfBaseException):  # of another version of a YAML
+        with suppress(OmegaConfBaseException):  # the YAML is of another version
             if (was := OmegaConf.select(before, key)) is not None and was != (now := OmegaConf.select(run.config, key)):
                 yield f"{key} was {was} and is {now}"

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they run, each with what it needs; which of that is cheap makes the quick part."""
+"""All checks, in the order in which they run, each with what it needs; the cheap ones make up the quick part."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from verl_ext.runs.machine import Machine
 
 
 class Need(Enum):
-    """What a check takes; the quick part has three seconds of CPU time."""
+    """What a check needs; the quick part has three seconds of CPU time."""
 
     SETTINGS = "the composed configuration, and the sources that it names"
     MACHINE = "what this machine says of itself"
@@ -44,7 +44,7 @@ EXPENSIVE = (Need.VERL, Need.LOAD)
 
 @dataclass
 class Examination:
-    """What the checks are given."""
+    """What the checks receive."""
 
     run: Run
     is_quick: bool
@@ -59,7 +59,7 @@ class Examination:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """As transformers makes it, or a `QuickTokenizer`; None without one, of which `_check_tokenizer` speaks."""
+        """Return transformers' tokenizer, or a `QuickTokenizer`; None without one, which `_check_tokenizer` reports."""
         run, path = self.run, self.run.get(f"{self.run.model}.tokenizer_path") or self.run.model_path
         try:
             if self.is_quick:
@@ -85,7 +85,7 @@ def _check_agreement(exam: Examination) -> Iterable[Finding]:
 
 
 def _check_rows(exam: Examination) -> Iterable[Finding]:
-    from verl_ext.doctor import rows  # 0.4 s, of which SFT and RL without files need nothing
+    from verl_ext.doctor import rows  # 0.4 s, which SFT and RL without files do not need
 
     usable = None if "template" in exam.failed else exam.tokenizer
     return rows.check_rows(exam.run, usable, is_quick=exam.is_quick)
@@ -124,7 +124,7 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
 
 
 def examine(exam: Examination) -> Iterator[Finding]:
-    """The findings of all checks, or of the cheap ones, as they come."""
+    """Yield the findings of all checks, or of the cheap ones, as they come."""
     yield from look(exam, "machine", lambda: [exam.machine] and [])
     is_seen = "machine" in vars(exam)
     for topic, need, check in CHECKS:
@@ -134,9 +134,9 @@ def examine(exam: Examination) -> Iterator[Finding]:
 
 
 def look(exam: Examination, topic: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of a check; one that breaks is a finding, too, and stops no run.
+    """Yield the findings of a check; a check that breaks is also a finding, and stops no run.
 
-    If a setting is a FAIL already, such as a text for a number, a check that breaks on it says nothing.
+    If a setting is already a FAIL, such as a text for a number, a check that breaks on it says nothing.
     """
     is_told = bool(exam.failed & {"config", "values"})
     try:

@@ -20,7 +20,7 @@ SIMILAR = 0.8  # of a misspelt section
 
 
 def check_config(run: Run) -> Iterator[Finding]:
-    """Unknown keys, keys without effect, values of another type, and what is not set."""
+    """Report unknown keys, keys without effect, values of another type, and keys that are not set."""
     composed = flatten(OmegaConf.to_container(run.config, resolve=False))
     text = f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect"
     yield from all_well(_problems(run, composed), text)
@@ -69,21 +69,21 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
 
 
 def explain(error: Exception, name: str, folder: Path) -> Finding:
-    """Why a run cannot be composed: what Hydra says, without its search path, and which name was meant."""
+    """Say why a run cannot be composed: Hydra's message without its search path, and which name was meant."""
     text = " ".join(str(error).partition("\n\n")[0].split()) or type(error).__name__
     hint = ""
     if quoted := re.search(r"(?:Could not \w+|primary config) .*?'([^']+)'", text):
         known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
         try:
             known += flatten(OmegaConf.to_container(compose_run(name, folder=folder)))
-        except (HydraException, OmegaConfBaseException):  # the YAML itself is wrong, or not there
+        except (HydraException, OmegaConfBaseException):  # the YAML itself is wrong or missing
             pass
         hint = did_you_mean(quoted[1], known)
     return fail(f"{name} cannot be composed: {text} -> {hint or 'Correct the YAML or the override.'}")
 
 
 def check_reward(run: Run) -> Iterator[Finding]:
-    """`reward.reward_kwargs`, by the class that reads it. Imports verl."""
+    """Check `reward.reward_kwargs` with the class that reads it. Imports verl."""
     if not run.is_rl or "verl_ext" not in str(run.get("reward.reward_manager.module.path", "")):
         return
     from verl_ext.reward.manager import RewardOptions

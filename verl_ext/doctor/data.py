@@ -1,4 +1,4 @@
-"""The files of the data: there, readable, with columns that fit each other; for the run's protocol and agent loops."""
+"""Whether data files exist, are readable, have columns that fit each other, and suit the protocol and agent loops."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from verl_ext.doctor.suggest import did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PATTERNS = ("*", "[", "::")  # in a path `datasets`, by which verl reads RL's files, takes them for a pattern or a chain
-FIRST_ROWS = 64  # of a file, that the quick part reads
+PATTERNS = ("*", "[", "::")  # `datasets`, with which verl reads RL's files, takes them in a path for a pattern or chain
+FIRST_ROWS = 64  # rows of a file that the quick part reads
 TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call; prompts that ask for calls of one protocol have its tag
 PARTS = {"system": "prompt", "user": "prompt", "assistant": "trace"}  # role -> what its messages are
 
 
 def check_files(run: Run) -> Iterator[Finding]:
-    """Whether each file can be read, has rows and what verl needs of columns; and whether a split's files fit."""
+    """Check that each file can be read, has rows and the columns that verl needs; and that a split's files fit."""
     if not run.files("train"):
         yield fail("data.train_files names no file -> Set TRAIN_FILE of the launcher.")
     for split in ("train", "val"):
@@ -35,7 +35,7 @@ def check_files(run: Run) -> Iterator[Finding]:
 
 
 def _why_not(run: Run, split: str, path: Path) -> Finding | None:
-    """What is wrong with a file as a whole."""
+    """Return what is wrong with a file as a whole."""
     from verl_ext.datasets.rows import DataError  # 0.3 s
 
     key, kinds = f"data.{split}_files", (".parquet", ".jsonl", ".json") if run.is_rl else (".parquet",)
@@ -61,7 +61,7 @@ def _why_not(run: Run, split: str, path: Path) -> Finding | None:
 
 
 def _check_types(split: str, samples: dict[Path, Sample]) -> Iterator[Finding]:
-    """As `datasets` joins the files of a split: shared columns have one type."""
+    """Check that `datasets` can join the files of a split: shared columns have one type."""
     seen: dict[str, tuple[Path, pa.DataType]] = {}
     for path, sample in samples.items():
         for column in sample.columns:
@@ -73,7 +73,7 @@ def _check_types(split: str, samples: dict[Path, Sample]) -> Iterator[Finding]:
 
 
 def _difference(name: str, one: "pa.DataType", other: "pa.DataType") -> str:
-    """`reward_model.ground_truth is int64`, where two types of a column cannot be joined; "" where they can."""
+    """Return `reward_model.ground_truth is int64` if two types of a column cannot be joined; "" if they can."""
     import pyarrow as pa
 
     if pa.types.is_struct(one) and pa.types.is_struct(other):
@@ -91,13 +91,13 @@ def _is_null(kind: "pa.DataType") -> bool:
 
 
 def check_protocol(run: Run) -> Iterator[Finding]:
-    """Whether the first rows' prompts, and traces of SFT, are written for the tool protocol of the run."""
+    """Check that the first rows' prompts, and traces of SFT, are written for the tool protocol of the run."""
     setting = "retool.protocol" if run.is_rl else "data.retool.protocol"
     key = run.text_column
     loops = agent_loops(run) if run.is_rl else {None: run.protocol}
     default_loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
     for split, path in run.all_files():
-        rows, seen = 0, Counter()  # (part, protocol) -> rows that have its tag, and not that of their own
+        rows, seen = 0, Counter()  # (part, protocol) -> rows with its tag, but not their own protocol's
         for row in first_rows(path, [key, "agent_name"], FIRST_ROWS):
             own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
             if own not in TAGS or not isinstance(messages, list):
@@ -118,12 +118,12 @@ def check_protocol(run: Run) -> Iterator[Finding]:
                 protocol {name}, and not that of {setting}={run.protocol}"""
             if 2 * number > rows and part == "prompt":
                 yield fail(f"{text} -> Set {setting}={name}, or make the data anew with --protocol {run.protocol}.")
-            elif 2 * number > rows:  # RetoolSFTDataset writes them anew
+            elif 2 * number > rows:  # RetoolSFTDataset rewrites them
                 yield warn(f"{text}; their calls are rewritten -> If that is not meant: {setting}={name}.")
 
 
 def check_agent_names(run: Run) -> Iterator[Finding]:
-    """Whether the agent loops that the data name are registered."""
+    """Check that the agent loops that the data name are registered."""
     loops = agent_loops(run)
     for split, path in run.all_files() if run.is_rl else ():
         names = Counter(row.get("agent_name") for row in first_rows(path, ["agent_name"], None))
@@ -135,13 +135,13 @@ def check_agent_names(run: Run) -> Iterator[Finding]:
 
 
 def check_code_tests(run: Run) -> Iterator[Finding]:
-    """Whether the rows for the verifier of code have tests, and whether these can judge a program."""
+    """Check that the rows for the verifier of code have tests, and that these can judge a program."""
     from verl_ext.reward.verifiers import Verifiers
     from verl_ext.reward.verifiers.code import CodeVerifier, refused_tests
 
     try:
         verifiers = Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
-    except ValueError:  # told by check_reward
+    except ValueError:  # check_reward reports it
         return
     for split, path in run.all_files() if run.is_rl else ():
         rows, refused, broken = 0, [], []

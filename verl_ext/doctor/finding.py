@@ -15,13 +15,13 @@ WRAPPER = textwrap.TextWrapper(
 
 class Level(StrEnum):
     OK = "OK"
-    WARN = "WARN"  # the run works, but not as one would want
-    FAIL = "FAIL"  # the run would stop, or train on what is not meant
+    WARN = "WARN"  # the run works, but not as anyone would want
+    FAIL = "FAIL"  # the run would stop, or train on something unintended
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result; `advice` says what to do, and is empty where nothing is. The command line adds the topic."""
+    """One result; `advice` says what to do, and is empty if nothing is. The command line adds the topic."""
 
     level: Level
     topic: str
@@ -35,8 +35,8 @@ class Finding:
 
 
 def _finding(level: Level, text: str) -> Finding:
-    """Of `what is wrong -> what to do`; a line break of the source, after which it is indented, is a space."""
-    text = re.sub(r"\n {8,}", " ", text)  # the line breaks of an error that is quoted stay
+    """Make a finding of `what is wrong -> what to do`; an indented line break of the source becomes a space."""
+    text = re.sub(r"\n {8,}", " ", text)  # line breaks of a quoted error stay
     message, _, advice = (text, "", "") if level is Level.OK else text.rpartition(" -> ")
     return Finding(level, "", message, advice.strip())
 
@@ -45,7 +45,7 @@ ok, warn, fail = (partial(_finding, level) for level in Level)
 
 
 def all_well(problems: Iterable[Finding], text: str) -> Iterator[Finding]:
-    """The problems as they come, so that a check that breaks has told what it found; one OK where there is none."""
+    """Yield problems as they come, so that a check that breaks has reported what it found; one OK if there is none."""
     is_well = True
     for problem in problems:
         is_well = False

@@ -21,7 +21,7 @@ STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
     gpus, servers = machine.gpus, run.rollout_gpus if run.is_separate else 0
     joined = run.get("ray_kwargs.ray_init.address") or machine.environment.get("RAY_ADDRESS") or _noted_cluster(machine)
-    joined = "" if joined == "local" else joined  # a Ray of its own
+    joined = "" if joined == "local" else joined  # its own Ray
     if run.device == "cpu" and _torch_drives_a_gpu():
         yield fail("""the run is on a CPU, but this torch drives a GPU, and verl would take that (utils/device.py:160)
             -> Use a clone of its own, set up by RETOOL_HARDWARE=cpu bash scripts/setup_env.sh; on a GPU: a run of its
@@ -66,7 +66,7 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
 
 
 def _torch_drives_a_gpu() -> bool:
-    """As `is_cpu_only` of verl_ext/cpu says it, without its import of torch."""
+    """Answer like `is_cpu_only` of verl_ext/cpu, without its import of torch."""
     if wanted := os.environ.get("VERL_PLATFORM", "").strip().lower():
         return wanted != "cpu"
     torch = find_spec("torch")
@@ -75,7 +75,7 @@ def _torch_drives_a_gpu() -> bool:
 
 
 def _noted_cluster(machine: Machine) -> str:
-    """The cluster of the last `ray start` here, if it answers; "" else."""
+    """Return the cluster of the last `ray start` here if it answers, else ""."""
     address = machine.ray_address_file.read_text().strip() if machine.ray_address_file.is_file() else ""
     return address if address and _answers(address) else ""
 
@@ -98,8 +98,8 @@ def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:
 
 
 def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
-    """What `ray.init` without an address joins: RAY_ADDRESS, else the cluster of the last `ray start` here."""
-    if not run.is_rl or run.get("ray_kwargs.ray_init.address"):  # named by hand
+    """Check what `ray.init` joins without an address: RAY_ADDRESS, else the cluster of the last `ray start` here."""
+    if not run.is_rl or run.get("ray_kwargs.ray_init.address"):  # named explicitly
         return
     source, remove, address = "RAY_ADDRESS", "Unset it.", machine.environment.get("RAY_ADDRESS")
     if address and not address.rpartition(":")[2].isdecimal():
@@ -127,10 +127,10 @@ def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
 
 
 def _reserved(run: Run) -> tuple[int, str]:
-    """CPUs that verl 0.9.1 and TransferQueue 0.1.11 reserve of Ray, and their sum in words.
+    """Return the CPUs that verl 0.9.1 and TransferQueue 0.1.11 reserve from Ray, and their sum in words.
 
-    They are 3 for each GPU (single_controller/ray/base.py:146, 192), 2 for each of a server of its own
-    (workers/rollout/replica.py:205), 1 for each storage unit (storage/simple_storage.py:722) and for the controller
+    They are 3 per GPU (single_controller/ray/base.py:146, 192), 2 per GPU of a separate server
+    (workers/rollout/replica.py:205), 1 per storage unit (storage/simple_storage.py:722) and 1 for the controller
     (controller.py:943) of TransferQueue.
     """
     units, servers = run.get(STORAGE_UNITS, 8), run.rollout_gpus if run.is_separate else 0
@@ -140,14 +140,14 @@ def _reserved(run: Run) -> tuple[int, str]:
 
 
 def _of_a_joined(run: Run) -> str:
-    """What is not compared here, as the cluster's CPUs are not asked for."""
+    """Say what is not compared here, because the doctor does not query the cluster's CPUs."""
     need, parts = _reserved(run)
     return f"""The run reserves {need} CPUs of it, {parts}; {3 * run.gpus_per_node} of them on each of {run.nodes}
         node(s), for its GPUs. With less it waits for ever (ray status)"""
 
 
 def _own_cluster(run: Run) -> Finding:
-    """Whether Ray has the CPUs that are reserved; verl and TransferQueue wait for them without a time-out."""
+    """Check that Ray has the CPUs that are reserved; verl and TransferQueue wait for them without a time-out."""
     need, parts = _reserved(run)
     if not (have := run.get("ray_kwargs.ray_init.num_cpus")):
         from ray._private.utils import get_num_cpus  # imports Ray

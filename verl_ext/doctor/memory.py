@@ -15,14 +15,14 @@ FEWER = "More GPUs, or a larger Ulysses size with a smaller token budget per GPU
 
 
 def plan_of(run: Run) -> Plan:
-    """Of a run whose model's shape is known."""
+    """Return the plan of a run whose model's shape is known."""
 
     def of_engine(key: str, default: Any = None) -> Any:
         return run.get(f"{run.engine}.{key}", default)
 
     shards = of_engine("fsdp_size", -1)
     targets, excluded = (run.get(f"{run.model}.{key}") for key in ("target_modules", "exclude_modules"))
-    # a KL term has no reference model where adapters are trained (trainer_base.py:234-237, ppo/utils.py:75)
+    # a KL term has no reference model if adapters are trained (trainer_base.py:234-237, ppo/utils.py:75)
     is_lora = any(run.get(f"{run.model}.{key}") for key in ("lora.rank", "lora_rank", "lora_adapter_path"))
     has_reference = (run.get("algorithm.use_kl_in_reward") or run.get(f"{ACTOR}.use_kl_loss")) and not is_lora
     bytes_of_reference = 4 if run.get("actor_rollout_ref.ref.fsdp_config.model_dtype") in FP32 else 2
@@ -52,7 +52,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> Iterator[Finding]:
-    """The estimate, against this machine's GPUs where there are any, or against GPUs of `gpu_gib`."""
+    """Compare the estimate with this machine's GPUs, if there are any, or with GPUs of `gpu_gib`."""
     shape, why = run.shape_or_why
     if shape is None:
         yield warn(f"no estimate: {why}")
@@ -92,7 +92,7 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
 
 
 def check_simulation(run: Run) -> Iterator[Finding]:
-    """A training step that is simulated, beside the estimate. Imports torch and verl."""
+    """Simulate a training step, and compare it with the estimate. Imports torch and verl."""
     shape, why = run.shape_or_why
     if shape is None:
         yield warn(f"no simulation: {why}")

@@ -1,6 +1,6 @@
-"""Names that a setting must be one of, and classes that a setting names.
+"""The names that a setting can have, and the classes that a setting names.
 
-They are read from verl's sources and ours, by patterns: registrations, lists and comparisons. Nothing is imported.
+They are read from verl's sources and ours by patterns: registrations, lists and comparisons. Nothing is imported.
 """
 
 import ast
@@ -36,7 +36,7 @@ CHECKPOINT_ENGINES = "CheckpointEngineRegistry.register"
 
 @functools.cache
 def _quoted(source: Path, pattern: str) -> frozenset[str]:
-    """Texts in what the pattern's group matches in a file, or in a folder's files; of an enum's member its value."""
+    """Return texts in what the pattern's group matches in a file or a folder's files; the value of an enum's member."""
     found: set[str] = set()
     for path in [source] if source.is_file() else sorted(source.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -48,29 +48,29 @@ def _quoted(source: Path, pattern: str) -> frozenset[str]:
 
 
 def registered(source: Path, function: str, keyword: str = "") -> frozenset[str]:
-    """Names that a module-level call or decorator is given: its arguments, or the one called `keyword`."""
+    """Return names that a module-level call or decorator receives: its arguments, or the one called `keyword`."""
     arguments = rf"[^)]*?{keyword}=(\[.*?\]|\".*?\")" if keyword else r"(.*?)\)"
     return _quoted(source, rf"^@?{function}\({arguments}")
 
 
 def compared(source: Path, name: str) -> frozenset[str]:
-    """Texts that the variable or attribute `name` is compared with."""
+    """Return the texts with which the variable or attribute `name` is compared."""
     return _quoted(source, rf"\b{re.escape(name)} (?:==|!=|in|not in) (\".*?\"|[(\[].*?[)\]])")
 
 
 def listed(source: Path, name: str) -> frozenset[str]:
-    """Texts of the list or tuple that is assigned to `name`."""
+    """Return the texts of the list or tuple that is assigned to `name`."""
     return _quoted(source, rf"\b{name} = [(\[](.*?)[)\]]")
 
 
 def estimators_of_groups() -> frozenset[str]:
-    """Advantage estimators that compare the samples of a prompt: those whose function takes their `index`."""
+    """Return estimators that compare the samples of a prompt: those whose function takes their `index`."""
     verls = _quoted(ALGOS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
     return verls | listed(OWN, "ESTIMATORS")
 
 
 def agent_loops(run: Run) -> dict[str, str | None]:
-    """Agent loops that a sample may name -> the tool protocol; None for a loop of verl's, which has none of ours."""
+    """Return agent loops that a sample may name -> tool protocol; None for verl's loops, which have none of ours."""
     loops: dict[str, str | None] = dict.fromkeys(registered(VERL / "experimental/agent_loop", "register"))
     path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
     if path and (run.folder / path).is_file():
@@ -122,7 +122,7 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     "trainer.logger": lambda _: listed(VERL / "utils/tracking.py", "supported_backend"),
     "trainer.device": lambda _: {"cpu", *registered(ENGINES, "EngineRegistry.register", "device")},
     "trainer.resume_mode": lambda _: compared(VERL / "utils/checkpoint/checkpoint_handler.py", "resume_mode"),
-    # of SFT alone
+    # only of SFT
     "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     "optim.lr_scheduler_type": _schedules,
     "optim.lr_decay_type": lambda _: listed(OWN, "DECAY_TYPES"),
@@ -136,9 +136,9 @@ CLASSES = (
     (f"{ACTOR}.optim.optimizer_impl", f"{ACTOR}.optim.optimizer"),
     ("optim.optimizer_impl", "optim.optimizer"),
 )
-_MADE = (f"{ACTOR}.optim", f"{ACTOR}.policy_loss", "optim")  # into the dataclass that `_target_` names
+_MADE = (f"{ACTOR}.optim", f"{ACTOR}.policy_loss", "optim")  # made into the dataclass that `_target_` names
 DOTTED = (f"{ROLLOUT}.agent.agent_loop_manager_class", *(f"{section}._target_" for section in _MADE))
-# (key of a YAML, key of its list or "" where it is one, key of the classes in it)
+# (key of a YAML, key of its list or "" if it is one, key of the classes in it)
 FILES = (
     (f"{ROLLOUT}.agent.agent_loop_config_path", "", "_target_"),
     (f"{ROLLOUT}.multi_turn.tool_config_path", "tools", "class_name"),
@@ -158,7 +158,7 @@ def _check_settings(run: Run) -> Iterator[Finding]:
     for key, names in settings.items():
         if run.get(key) != defaults.get(key):  # verl's own default is known
             known = set(names(run))
-            for name in run.listed(key) or ([None] if key in defaults else []):  # nothing, where verl's own is a name
+            for name in run.listed(key) or ([None] if key in defaults else []):  # null, but verl has a name
                 if name not in known:
                     yield _not_among(f"{key} is {name!r}", name, known)
     for problem in run.own_problems("name"):
@@ -191,7 +191,7 @@ def _check_classes(run: Run) -> Iterator[Finding]:
 
 
 def _entries(run: Run, key: str, section: str, class_key: str) -> Generator[Finding, None, list[tuple[str, str, str]]]:
-    """(module, where it is named, class) of each entry of a YAML that a setting names."""
+    """Return (module, where it is named, class) of each entry of a YAML that a setting names."""
     if not (path := run.get(key)):
         return []
     if not (run.folder / path).is_file():
@@ -209,7 +209,7 @@ def _entries(run: Run, key: str, section: str, class_key: str) -> Generator[Find
 
 
 def _check_functions(run: Run) -> Iterator[Finding]:
-    """The file of functions that are tools."""
+    """Check the file of functions that are tools."""
     key = f"{ROLLOUT}.multi_turn.function_tool_path"
     if not (path := run.get(key)):
         return
@@ -223,7 +223,7 @@ def _check_functions(run: Run) -> Iterator[Finding]:
 
 
 def module_file(run: Run, path: str) -> Path | None:
-    """The file of `pkg://a.b`, of `a.b`, or of a path, as verl's `load_extern_object` takes them; None without one."""
+    """Return the file of `pkg://a.b`, `a.b` or a path, as verl's `load_extern_object` takes them; None without one."""
     if path.endswith(".py"):
         file = run.folder / path.removeprefix("file://")
         return file if file.is_file() else None
@@ -238,7 +238,7 @@ def module_file(run: Run, path: str) -> Path | None:
 
 
 def _defined(file: Path) -> set[str]:
-    """Names that a module binds at its top; none where it may bind more than its text shows."""
+    """Return names that a module binds at its top level; none if it may bind more than its text shows."""
     text = file.read_text(encoding="utf-8")
     top = symtable.symtable(text, str(file), "exec").get_symbols()
     names = {symbol.get_name() for symbol in top if symbol.is_assigned() or symbol.is_imported()}

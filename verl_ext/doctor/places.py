@@ -1,4 +1,4 @@
-"""Where a run writes, and what it signs in with: its folder, temporary files and their sockets, wandb's key."""
+"""Where a run writes, and how it signs in: its folder, temporary files and their sockets, wandb's key."""
 
 import configparser
 import netrc
@@ -12,7 +12,7 @@ from verl_ext.doctor.finding import Finding, fail, ok
 from verl_ext.doctor.run import Run
 
 SOCKET_BYTES = 107  # of the path of a Unix socket, which the kernel keeps in 108 bytes
-# What is put behind the folder of temporary files.
+# Paths that are appended to the folder of temporary files.
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"  # ray/_private/node.py, 2.60
 VLLM_SOCKET = "/" + 36 * "x"  # a UUID: vllm/utils/network_utils.py
 PROCESS_SOCKET = "/pymp-12345678/listener-12345678"  # Python's multiprocessing
@@ -21,7 +21,7 @@ UNSIGNED = ("offline", "disabled", "dryrun")
 
 
 def check_output(run: Run) -> Iterator[Finding]:
-    """Whether the run's folder can be made and written to."""
+    """Check that the run's folder can be created and written to."""
     folder = run.output_folder
     existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if why := _why_not_writable(existing):
@@ -30,20 +30,20 @@ def check_output(run: Run) -> Iterator[Finding]:
 
 
 def check_temporary(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the folders of temporary files are there, and short enough for the sockets in them."""
+    """Check that the folders of temporary files exist, and have names short enough for the sockets in them."""
     of_python = environment.get("TMPDIR") or "/tmp"
     of_ray = run.get("ray_kwargs.ray_init._temp_dir") or environment.get("RAY_TMPDIR") or of_python
     uses = [("TMPDIR", of_python, PROCESS_SOCKET, "Python's processes")]
     if run.is_rl:
         rpc = environment.get("VLLM_RPC_BASE_PATH")
         uses = [("VLLM_RPC_BASE_PATH" if rpc else "TMPDIR", rpc or of_python, VLLM_SOCKET, "vLLM")]
-        if not environment.get("RAY_ADDRESS"):  # else Ray's sockets are there already
+        if not environment.get("RAY_ADDRESS"):  # else Ray's sockets already exist
             name = "RAY_TMPDIR" if environment.get("RAY_TMPDIR") else "TMPDIR"
             uses.append((name, of_ray, RAY_SOCKET, "Ray"))
     told: set[str] = set()
     for name, folder, socket, who in uses:
         length, most = len(folder.rstrip("/").encode()), SOCKET_BYTES - len(socket)
-        # Ray makes its folder; Python takes another one without a word, so that what is set there has no effect.
+        # Ray creates its folder; Python silently uses another one, so that the setting has no effect.
         existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
         if folder in told:
             continue
@@ -59,7 +59,7 @@ def check_temporary(run: Run, environment: Mapping[str, str]) -> Iterator[Findin
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Found out by a file without a name, of which nothing is left; "" where it can be made."""
+    """Return why no file can be written, by trying an unnamed one that leaves nothing behind; "" if it can."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
@@ -68,7 +68,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_loggers(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the loggers' packages are installed, and wandb has a key where it needs one."""
+    """Check that the loggers' packages are installed, and that wandb has a key if it needs one."""
     for name in run.listed("trainer.logger"):
         if name in PACKAGES_OF_LOGGERS and find_spec(name) is None:
             yield fail(f"""trainer.logger names {name}, whose package is not installed
@@ -79,7 +79,7 @@ def check_loggers(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]
 
 
 def _signs_in(folder: Path, environment: Mapping[str, str]) -> bool:
-    """As wandb 0.31 looks for a key (sdk/lib/wbauth): in variables, its settings and the file of `wandb login`."""
+    """Look for a key as wandb 0.31 does (sdk/lib/wbauth): in variables, its settings and the file of `wandb login`."""
     home = Path(environment.get("HOME", "~")).expanduser()
     settings = configparser.ConfigParser()
     config = Path(environment.get("WANDB_CONFIG_DIR", home / ".config" / "wandb"))
@@ -87,7 +87,7 @@ def _signs_in(folder: Path, environment: Mapping[str, str]) -> bool:
     try:
         settings.read([config / "settings", own / "settings", folder / "wandb" / "settings"])
     except configparser.Error:
-        return True  # wandb itself says what is wrong there
+        return True  # wandb itself reports what is wrong
     given = settings["default"] if settings.has_section("default") else {}
     if environment.get("WANDB_MODE", given.get("mode")) in UNSIGNED or given.get("disabled") == "true":
         return True

@@ -1,6 +1,6 @@
-"""The rows of the data: of the right form, without duplicates or evaluation problems, and short enough.
+"""Whether data rows have the right form, no duplicates or evaluation problems, and are short enough.
 
-The quick part looks at samples of the files, with a tokenizer that transformers does not make; the rest at every row.
+The quick part looks at samples of the files, with a tokenizer that does not need transformers; the rest at every row.
 """
 
 import json
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHOWN = 3
-QUICK_BYTES = 2**17  # of texts that the quick part makes into tokens, the longest first: a tenth of a second
+QUICK_BYTES = 2**17  # of texts that the quick part tokenizes, the longest first: a tenth of a second
 Rows = Iterable[tuple[str, dict[str, Any]]]  # (where, row)
 
 
 def check_rows(
     run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer | None", *, is_quick: bool = False
 ) -> Iterator[Finding]:
-    """Quiet about files of which `check_files` speaks.
+    """Check the rows of all files, except those that `check_files` reports.
 
     Args:
-        tokenizer: without one, nothing is said of lengths, and of SFT's rows nothing.
+        tokenizer: without one, lengths are not checked, nor SFT's rows at all.
         is_quick: look at samples only.
     """
     check = _check_problems if run.is_rl else _check_traces
@@ -58,7 +58,7 @@ def check_rows(
 
 
 class Lengths:
-    """Finds the texts that are too long; in the quick part among the longest, as far as `QUICK_BYTES` go.
+    """Finder of the texts that are too long; the quick part looks at the longest ones, up to `QUICK_BYTES`.
 
     Args:
         count: tokens of a text; 0 if its bytes show that it is short enough. Raises ValueError if it is refused.
@@ -70,10 +70,10 @@ class Lengths:
         self._waiting: list[tuple[int, bool, str, Any]] = []
         self._kinds: set[Any] = set()
         self._long: list[tuple[int, Any]] = []
-        self.refused: list[str] = []  # where a text is that the chat template refuses, and why
+        self.refused: list[str] = []  # where the chat template refuses a text, and why
 
     def add(self, where: str, text: Any, size: int, kind: Any = None) -> None:
-        """`size` in bytes. The first text of each `kind` is counted even if it is short."""
+        """Add a text of `size` bytes. The first text of each `kind` is counted even if it is short."""
         if self._is_quick:
             self._waiting.append((size, kind not in self._kinds, where, text))
             self._kinds.add(kind)
@@ -81,7 +81,7 @@ class Lengths:
             self._measure(where, text)
 
     def long(self) -> list[tuple[int, Any]]:
-        """(tokens, text) of each that is longer than the limit."""
+        """Return (tokens, text) of each text that is longer than the limit."""
         left = QUICK_BYTES
         for size, is_first, where, text in sorted(self._waiting, key=lambda each: -each[0]):
             if left > 0 or is_first:
@@ -103,14 +103,14 @@ class Lengths:
 
 
 class Overlaps:
-    """Finds training rows that ask what AIME or a validation file asks."""
+    """Finder of training rows that ask what AIME or a validation file asks."""
 
     def __init__(self, run: Run, split: str, *, is_quick: bool):
         self.rows: list[str] = []  # where they are
         self._held_out: set[str] = set()
         self._evaluation = evaluation_problems([]) if split == "train" else None
         for path in run.files("val") if self._evaluation else []:
-            with suppress(DataError, OSError):  # of which `check_files` speaks
+            with suppress(DataError, OSError):  # `check_files` reports them
                 rows = run.sample(path).rows if is_quick else read_rows(str(path))
                 self._held_out |= {same_problem_key(_problem(row.get(run.text_column))) for _, row in rows}
 
@@ -125,15 +125,15 @@ class Overlaps:
 
 
 def _problem(messages: Any) -> str:
-    """What the last user message of a prompt or a trace's prompt asks; "" where there is none."""
-    with suppress(ValueError):  # of which the row's own check speaks
+    """Return what the last user message of a prompt or a trace's prompt asks; "" if there is none."""
+    with suppress(ValueError):  # the row's own check reports it
         texts = [each.get("content") for each in messages_of(messages) if each.get("role") == "user"]
         return bare_problem(texts[-1]) if texts and isinstance(texts[-1], str) else ""
     return ""
 
 
 def _readable(rows: Rows) -> Rows:
-    """Raises DataError for a text with half a character, which JSON can spell and no tokenizer takes."""
+    """Raise DataError for a text with half a character, which JSON can spell but no tokenizer accepts."""
     for where, row in rows:
         try:
             json.dumps(row, ensure_ascii=False, default=str).encode()
@@ -148,7 +148,7 @@ def _readable(rows: Rows) -> Rows:
 def _check_traces(
     run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer", split: str, rows: Rows, total: int | None
 ) -> Iterator[Finding]:
-    """As RetoolSFTDataset reads them: rows that are no trace, or too long. `total` is of rows that are a sample."""
+    """Find rows that RetoolSFTDataset does not take for a trace, or too long ones. `total`: all rows of a sample."""
     is_quick, protocol, kwargs = total is not None, protocol_of(run, tokenizer), template_kwargs(run)
     encoder = PlainEncoder(tokenizer) if isinstance(tokenizer, QuickTokenizer) else SegmentEncoder(tokenizer)
     limit, tools_key = run.longest, run.get("data.tools_key", "tools")
@@ -194,7 +194,7 @@ def _check_traces(
 def _check_problems(
     run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer | None", split: str, rows: Rows, total: int | None
 ) -> Iterator[Finding]:
-    """As a rollout gets them. `total` is of rows that are a sample."""
+    """Check problems as a rollout gets them. `total`: all rows, if `rows` are a sample."""
     is_quick, limit, is_train = total is not None, run.get("data.max_prompt_length"), split == "train"
     count, count_as_verl = _counters(run, tokenizer, limit) if tokenizer is not None else (None, None)
     lengths, overlaps = Lengths(count, limit, is_quick=is_quick), Overlaps(run, split, is_quick=is_quick)
@@ -252,12 +252,12 @@ def _check_problems(
 
 
 def _of(number: int, total: int | None) -> str:
-    """`1,032 (of 17,917)`, where the rows are a sample."""
+    """Return `1,032 (of 17,917)` if the rows are a sample."""
     return f"{number:,}" if total in (None, number) else f"{number:,} (of {total:,})"
 
 
 def _too_few(run: Run, split: str, left: int, is_all: bool) -> Iterator[Finding]:
-    """`check_steps` counts the rows that are there, not those that are left."""
+    """Report a split with less than a batch left; `check_steps` counts the rows that exist, not those that are left."""
     there = count_rows(run.files(split))
     if split == "train" and is_all and there and left < run.batch <= there:
         yield fail(f"""{split}: {left} rows are left, less than a batch of {run.batch}: no step
@@ -267,7 +267,7 @@ def _too_few(run: Run, split: str, left: int, is_all: bool) -> Iterator[Finding]
 def _counters(
     run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer", limit: int
 ) -> tuple[Callable[[Any], int], Callable[[Any], int]]:
-    """Count the tokens of (messages, what the row says of its rollout), and of messages as verl's filter counts them.
+    """Return two counters of tokens: of (messages, what the row says of its rollout), and of messages as verl's filter.
 
     The filter (rl_dataset.py:199, 0.9.1) counts the tools of the run's files.
     """

@@ -1,4 +1,4 @@
-"""The run that is looked at: its composed configuration, and the few numbers that most checks need."""
+"""The run under examination: its composed configuration, and the few numbers that most checks need."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 class Setting:
-    """A key of a run's configuration, read when it is asked for; in an SFT run it is `sft`, where that is given."""
+    """A key of a run's configuration, read on access; an SFT run reads the key `sft` if that is given."""
 
     def __init__(self, key: str, default: Any = None, *, sft: str = ""):
         self.key, self.default, self.sft = key, default, sft or key
@@ -35,7 +35,7 @@ class Run:
     name: str  # of its YAML
     config: DictConfig  # as verl would get it
     required: frozenset[str] = frozenset()  # keys that the YAML leaves to the launcher (`???`), see `required_keys`
-    nnodes: int | None = None  # of an SFT run, which torchrun is told and the configuration is not; RL has it there
+    nnodes: int | None = None  # of an SFT run, which passes it to torchrun; RL has it in the configuration
     nproc_per_node: int | None = None  # the same for its ranks (GPUs) on a node
     folder: Path = field(default_factory=Path.cwd)  # that relative paths of the configuration count from
     _samples: dict[Path, Sample] = field(default_factory=dict, init=False, repr=False)
@@ -51,7 +51,7 @@ class Run:
     n = Setting(f"{ROLLOUT}.n")  # responses to a prompt
     tensor_parallel = Setting(f"{ROLLOUT}.tensor_model_parallel_size", 1)  # GPUs of a vLLM server that share each layer
     ulysses = Setting(f"{ACTOR}.fsdp_config.{ULYSSES}", 1, sft=f"engine.{ULYSSES}")  # GPUs that share a sequence
-    # A micro-batch on a GPU: of so many tokens where batches are dynamic, else of so many sequences.
+    # Size of a micro-batch on a GPU: in tokens if batches are dynamic, else in sequences.
     is_dynamic = Setting(f"{ACTOR}.use_dynamic_bsz", sft="data.use_dynamic_bsz")
     tokens_per_gpu = Setting(f"{ACTOR}.ppo_max_token_len_per_gpu", sft="data.max_token_len_per_gpu")
     micro_batch = Setting(f"{ACTOR}.ppo_micro_batch_size_per_gpu", sft="data.micro_batch_size_per_gpu")
@@ -63,24 +63,24 @@ class Run:
     device = Setting("trainer.device")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key, resolved; `default` where it is absent, null or `???`."""
+        """Return the resolved value of a dotted key; `default` if it is absent, null or `???`."""
         value = OmegaConf.select(self.config, key)
         if value is None:
             return default
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
     def listed(self, key: str) -> list:
-        """A value that may be a list or one of its items; empty where it is absent."""
+        """Return as a list a value that may be a list or one of its items; empty if it is absent."""
         value = self.get(key) or []
         return value if isinstance(value, list) else [value]
 
     @property
     def text_column(self) -> str:
-        """Of the data: prompts of RL, traces of SFT."""
+        """Return the column of the data with prompts of RL or traces of SFT."""
         return self.get("data.prompt_key", "prompt") if self.is_rl else self.get("data.messages_key", "messages")
 
     def sample(self, path: Path) -> Sample:
-        """Some rows of a file, which is read once. Raises DataError where it cannot be."""
+        """Return some rows of a file, which is read once. Raises DataError if it cannot be."""
         if path not in self._samples:
             columns = [self.text_column, "data_source", "reward_model", "agent_name", "extra_info"]
             if not self.is_rl:
@@ -89,17 +89,17 @@ class Run:
         return self._samples[path]
 
     def own_problems(self, *kinds: str) -> Iterator[Problem]:
-        """What is wrong with the sections that are verl_ext's own; the start of a run refuses the same."""
+        """Yield what is wrong with verl_ext's own sections; the start of a run refuses the same."""
         own = {"retool": Retool} if self.is_rl else {"retool": SftRetool, "data.retool": SftData}
         for name, section in own.items():
             yield from (each for each in problems(self.get(name, {}), section, name) if each.kind in kinds)
 
     def files(self, split: str) -> list[Path]:
-        """Of `data.train_files` (split "train") or `data.val_files` ("val"), user folders expanded."""
+        """Return `data.train_files` (split "train") or `data.val_files` ("val"), user folders expanded."""
         return [self.folder / Path(str(path)).expanduser() for path in self.listed(f"data.{split}_files")]
 
     def all_files(self) -> list[tuple[str, Path]]:
-        """(split, file)."""
+        """Return (split, file) of all data files."""
         return [(split, path) for split in ("train", "val") for path in self.files(split)]
 
     @property
@@ -108,32 +108,32 @@ class Run:
 
     @property
     def gpus_per_node(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks on a node."""
         return self.nproc_per_node or self.get("trainer.n_gpus_per_node", 1)
 
     @property
     def gpus(self) -> int:
-        """Ranks of the whole run."""
+        """Number of ranks of the whole run."""
         return self.nodes * self.gpus_per_node
 
     @property
     def is_separate(self) -> bool:
-        """In verl's mode `separate_async`, whose rollouts come from servers on GPUs of their own."""
+        """Whether the mode is verl's `separate_async`, whose rollouts come from servers on separate GPUs."""
         return self.is_rl and self.get("trainer.v1.trainer_mode") == "separate_async"
 
     @property
     def has_hybrid_servers(self) -> bool:
-        """Whether vLLM is on the actor's GPUs, too; in `separate_async` for validation (or as hybrid_rollout says)."""
+        """Whether vLLM is also on the actor's GPUs; in `separate_async` for validation (or as hybrid_rollout says)."""
         return self.is_rl and not (self.is_separate and not self.get("actor_rollout_ref.hybrid_engine", True))
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether vLLM gets LoRA's adapters, and not the weights with the adapters added to them."""
+        """Whether vLLM gets LoRA's adapters rather than the weights with the adapters added to them."""
         return self.is_rl and self.lora_rank > 0 and not self.get("actor_rollout_ref.model.lora.merge")
 
     @property
     def rollout_gpus(self) -> int:
-        """GPUs of the servers that rollouts of the training come from."""
+        """Number of GPUs of the servers from which training rollouts come."""
         if not self.is_separate:
             return self.gpus
         return self.get(f"{ROLLOUT}.nnodes", 0) * self.get(f"{ROLLOUT}.n_gpus_per_node", 0)
@@ -144,24 +144,24 @@ class Run:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         if not self.is_rl:
             return self.get("data.max_length")
         return self.get("data.max_prompt_length") + self.get("data.max_response_length")
 
     @cached_property
     def positions(self) -> int | None:
-        """The model's `max_position_embeddings`, as verl reads it (and overrides it); None where that is not known."""
+        """The model's `max_position_embeddings`, as verl reads it (and overrides it); None if that is not known."""
         overrides = self.get(f"{self.model}.override_config") or {}
         overrides = overrides.get("model_config", overrides)
         try:
             return overrides.get("max_position_embeddings") or read_positions(self.model_path or "")
-        except ValueError:  # no JSON: `shape_or_why` says so
+        except ValueError:  # not JSON: `shape_or_why` reports it
             return None
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of the longest sequence that vLLM has room for; where null, verl takes the model's positions."""
+        """Tokens of the longest sequence that vLLM has room for; verl replaces null by the model's positions."""
         return self.get(f"{ROLLOUT}.max_model_len") or self.positions
 
     @property
@@ -170,7 +170,7 @@ class Run:
 
     @cached_property
     def shape_or_why(self) -> tuple[ModelShape | None, str]:
-        """Sizes of the model, or why they cannot be told without a network, and what to do."""
+        """Return sizes of the model, or why they cannot be determined without a network, and what to do."""
         try:
             shape = read_shape(self.model_path) if self.model_path else None
         except (ValueError, KeyError) as error:

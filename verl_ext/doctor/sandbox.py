@@ -1,4 +1,4 @@
-"""The sandbox: there, isolating, fast enough for the calls of a step, and its time-outs each within the next."""
+"""Whether the sandbox answers, isolates, is fast enough for a step's calls, and has each time-out within the next."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ from verl_ext.sandbox.load import Load, load
 from verl_ext.sandbox.probe import Busy, NotWell, probe
 
 CALLS_PER_RESPONSE = 2.9  # (7.82 - 2) / 2: num_turns/mean of the published run's first step
-# Of all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s.
+# For all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s.
 SLOW_STEP_S = 120.0
 LAYERS_THAT_CONFINE = ("namespaces", "landlock", "seccomp")
 MAX_CLIENTS = 128
@@ -27,9 +27,9 @@ QUEUE_S, ATTEMPTS = (
 
 
 def check_timeouts(run: Run) -> Iterator[Finding]:
-    """The model's code, its call with queueing and retries, and who waits for that."""
-    code_s = run.get("retool.sandbox.timeout_s")  # SFT has none; else check_config tells that it is missing
-    is_wrong = any(each.key.endswith("timeout_s") for each in run.own_problems("value"))  # told by check_values
+    """Check the time-outs of the model's code, of its call with queueing and retries, and of what waits for that."""
+    code_s = run.get("retool.sandbox.timeout_s")  # SFT has none; else check_config reports that it is missing
+    is_wrong = any(each.key.endswith("timeout_s") for each in run.own_problems("value"))  # check_values reports it
     if code_s is None or is_wrong:
         return
     queue_s = run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
@@ -58,7 +58,7 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
 
 
 def check_reachable(run: Run) -> Iterator[Finding]:
-    """Each server executes a program, and says what isolates it."""
+    """Check that each server executes a program, and says what isolates it."""
     for url in run.get("retool.sandbox.urls", []):  # SFT has none
         if is_address(url):
             yield _look_at(url.rstrip("/"))
@@ -68,12 +68,12 @@ def check_reachable(run: Run) -> Iterator[Finding]:
 
 
 def is_address(url: Any) -> bool:
-    """Whether `/run_code` can be put behind it."""
+    """Tell whether `/run_code` can be appended to it."""
     try:
         parts = urlsplit(url)
         is_host = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         return is_host and not set("?#") & set(url)
-    except (ValueError, TypeError, AttributeError):  # a port that is no number; brackets around no address; no text
+    except (ValueError, TypeError, AttributeError):  # port not a number; brackets without an address; not text
         return False
 
 
@@ -94,7 +94,7 @@ def _look_at(base: str) -> Finding:
 
 
 def calls_per_step(run: Run) -> tuple[float, float]:
-    """(expected, at the most): prompts x n x calls, and with dynamic sampling's most batches and all calls allowed."""
+    """Return (expected, at most): prompts x n x calls; at most means all calls and dynamic sampling's most batches."""
     responses, most = run.batch * run.n, run.get("retool.max_tool_calls", 1)
     groups = run.get("algorithm.filter_groups", {})
     batches = (groups.get("max_num_gen_batches") or 1) if groups.get("enable") else 1
@@ -102,7 +102,7 @@ def calls_per_step(run: Run) -> tuple[float, float]:
 
 
 def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
-    """Loads the sandbox as the run's agent loops would."""
+    """Load the sandbox as the run's agent loops would."""
     if not run.is_rl:
         return
     settings = run.get("retool.sandbox")
@@ -115,7 +115,7 @@ def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
 
     try:
         seen = asyncio.run(measure())
-    except ValueError as error:  # a server refuses the request as such
+    except ValueError as error:  # a server refuses the request itself
         yield fail(f"under load: {error} -> Correct retool.sandbox.")
         return
     if seen.faults:
@@ -126,7 +126,7 @@ def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
 
 
 def judge_load(run: Run, seen: Load, clients: int) -> Iterator[Finding]:
-    """What the load test means for a step."""
+    """Report what the load test means for a step."""
     expected, most = calls_per_step(run)
     step_s, limit_s = expected / seen.rate, run.get("retool.sandbox.timeout_s")
     text = f"""{clients} clients get {seen.rate:.0f} sympy programs a second (p50 {seen.p50 * 1e3:.0f} ms, p99

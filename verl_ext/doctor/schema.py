@@ -1,7 +1,7 @@
 """A run's YAML against verl's own: keys that verl does not know, keys without effect, values of another type.
 
-Hydra accepts an unknown key inside a YAML without a word, so a misspelt one would silently do nothing. verl's sources
-are read, not imported: that takes 5 s.
+Hydra silently accepts an unknown key inside a YAML, so a misspelt one would do nothing. verl's sources are read, not
+imported, because an import takes 5 s.
 """
 
 import ast
@@ -57,14 +57,15 @@ KEYS_WITHOUT_EFFECT = {
 
 @functools.cache
 def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
-    """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
+    """Return a YAML of ours as written, without what its `defaults:` bring in; `path` has no suffix."""
     tree = OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
     return {name: value for name, value in tree.items() if name != "defaults"}
 
 
 @functools.cache
 def own_parts(run: str, folder: Path = CONFIGS) -> dict[str, str]:
-    """The YAMLs of ours that a run is composed of -> their package, as Hydra merges them: the last one counts."""
+    """Return our YAMLs that a run is composed of -> their package, in the order in which Hydra merges them: the last
+    one counts."""
     with initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         parts = loader.compute_defaults_list(run, [search_path()], RunMode.RUN).defaults
@@ -74,14 +75,14 @@ def own_parts(run: str, folder: Path = CONFIGS) -> dict[str, str]:
 
 @functools.cache
 def schema(entry: str) -> dict:
-    """All keys of verl's YAML that a run begins with, with verl's defaults."""
+    """Return all keys of verl's YAML that a run begins with, with verl's defaults."""
     with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
         return OmegaConf.to_container(compose(entry), resolve=False)
 
 
 @functools.cache
 def unread_keys(entry: str) -> frozenset[str]:
-    """Keys of verl's YAML that no code of a run reads; scripts/unread_keys.py finds them."""
+    """Return the keys of verl's YAML that no code of a run reads; scripts/unread_keys.py finds them."""
     return frozenset(json.loads(Path(__file__).with_name("unread_keys.json").read_text())[entry])
 
 
@@ -95,7 +96,7 @@ def is_open(key: str) -> bool:
 
 @functools.cache
 def dataclass_fields(name: str) -> frozenset[str]:
-    """Fields of a config dataclass of verl or ours, and its bases, from the source: what making it would accept."""
+    """Return from the source what a config dataclass, verl's or ours, accepts: its fields and those of its bases."""
     folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
     for folder in [*folders, REPO / "verl_ext" / "trainer"]:
         for path in sorted(folder.rglob("*.py")):
@@ -107,7 +108,7 @@ def dataclass_fields(name: str) -> frozenset[str]:
 
 
 def is_known(key: str, tree: Any) -> bool:
-    """Whether `tree`, verl's composed config, has `key`, leaves its section open, or makes a dataclass with it."""
+    """Tell whether `tree`, verl's composed config, has `key`, leaves its section open, or makes a dataclass with it."""
     for name in key.split("."):
         if tree == {}:
             return True
@@ -120,14 +121,14 @@ def is_known(key: str, tree: Any) -> bool:
 
 
 def is_field_of_own_class(key: str, config: DictConfig) -> bool:
-    """Whether the section of `key` is made into a dataclass of ours, by its `_target_`, which has such a field."""
+    """Tell whether the section of `key` becomes a dataclass of ours, by its `_target_`, that has this field."""
     section, _, name = key.rpartition(".")
     target = OmegaConf.select(config, f"{section}._target_", default="") if section else ""
     return target.startswith("verl_ext.") and name in dataclass_fields(target.rpartition(".")[2])
 
 
 def has_type_of(value: Any, default: Any) -> bool:
-    """Whether a value has the type of verl's default; anything goes where that is a text or null, or by reference."""
+    """Tell whether a value has the type of verl's default; any does if that is a text or null, or for a reference."""
     if isinstance(default, str | None) or isinstance(value, str) and value.startswith(("${", "???")):
         return True
     kind = (int, float) if isinstance(default, int | float) and not isinstance(default, bool) else type(default)
@@ -135,7 +136,7 @@ def has_type_of(value: Any, default: Any) -> bool:
 
 
 def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
-    """Dotted key -> value, of all YAMLs of ours that a run is composed of."""
+    """Return dotted key -> value, from all our YAMLs that a run is composed of."""
     keys: dict[str, Any] = {}
     for path, package in own_parts(run, folder).items():
         keys |= flatten(own_yaml(path, folder), f"{package}." * bool(package))
@@ -143,5 +144,5 @@ def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
 
 
 def required_keys(run: str, folder: Path = CONFIGS) -> frozenset[str]:
-    """Keys that the run's YAMLs leave open by `???`. Composed they have verl's default: `???` does not replace it."""
+    """Return the keys that the run's YAMLs leave open with `???`; when composed they have verl's default."""
     return frozenset(key for key, value in own_keys(run, folder).items() if value == "???")

@@ -1,10 +1,10 @@
-"""Which key or name was meant: by what other libraries call it, else by its letters, and none if nothing is near."""
+"""Guess which key or name was meant: by what other libraries call it, else by its letters; none if nothing is close."""
 
 import difflib
 import os
 from collections.abc import Iterable
 
-NEAR = 0.7  # likeness of the last parts; 1: equal
+NEAR = 0.7  # similarity of the last parts; 1: equal
 # What a key is called elsewhere (TRL, transformers, OpenRLHF, Megatron, the papers) -> the ends of verl's keys or ours.
 OTHER_WORDS = {
     "data.train_batch_size": "batch_size global_batch_size rollout_batch_size train_bs prompts_per_step",
@@ -66,18 +66,18 @@ ASIDE = (
     "reward_model.",
     "reward.reward_model.",
     "actor_rollout_ref.ref.",
-)  # that few runs have
+)  # few runs have these
 
 
 def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
-    """`Did you mean grpo?`, else `fallback`."""
+    """Return `Did you mean grpo?`, else `fallback`."""
     names = sorted(known)
     best = _by_other_word(word, names) or _by_letters(word, names)
     return f"Did you mean {best}?" if best else fallback
 
 
 def _by_other_word(word: str, names: list[str]) -> str:
-    """Of the keys that the word is another name of, one in its own section, or else the most usual one."""
+    """Return a key that has the word as another name: preferably one in its own section, else the most common one."""
     for end in ENDS.get(word.rpartition(".")[2].lower().replace("-", "_"), []):
         if found := [name for name in names if name == end or name.endswith(f".{end}")]:
             return max(found, key=lambda name: (_shared(name, word), not name.startswith(ASIDE), -len(name)))
@@ -85,12 +85,12 @@ def _by_other_word(word: str, names: list[str]) -> str:
 
 
 def _shared(name: str, word: str) -> int:
-    """Parts that both paths begin with."""
+    """Return the number of leading parts that both paths share."""
     return len(os.path.commonprefix([name.split(".")[:-1], word.split(".")[:-1]]))
 
 
 def _by_letters(word: str, names: list[str]) -> str:
-    """The likest last part, and of several the likest path."""
+    """Return the name with the most similar last part, and among several the most similar path."""
 
     def likeness(name: str) -> tuple[float, float]:
         pairs = ((name.rpartition(".")[2], word.rpartition(".")[2]), (name, word))

@@ -1,7 +1,7 @@
 """Tokenizer, chat template and tools against the tool protocol.
 
-The quick part makes the same checks with a `QuickTokenizer`, and takes the tools' schemas from their YAML: then nothing
-is imported of verl, transformers or torch.
+The quick part makes the same checks with a `QuickTokenizer`, and takes the tools' schemas from their YAML, so that it
+imports nothing from verl, transformers or torch.
 """
 
 import json
@@ -36,7 +36,7 @@ CHAT_MODEL = "Take the tokenizer of a chat (Instruct) model."
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
-    """As verl loads it. Raises OSError or ValueError where it cannot."""
+    """Load the tokenizer as verl does. Raises OSError or ValueError if it cannot."""
     from verl.utils import hf_tokenizer
 
     path = run.get(f"{run.model}.tokenizer_path") or run.model_path
@@ -56,7 +56,7 @@ def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer")
 
 
 def load_tools(run: Run) -> "list[BaseTool]":
-    """Those of an RL run; none of an SFT run. Raises what they raise."""
+    """Load the tools of an RL run; an SFT run has none. Raises what they raise."""
     from verl_ext.environments import toolbox
 
     with redirect_stdout(sys.stderr):  # verl prints each schema; the report may be JSON
@@ -66,12 +66,12 @@ def load_tools(run: Run) -> "list[BaseTool]":
 def tool_schemas(
     run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer", *, of_files_only: bool = False
 ) -> dict[str, dict]:
-    """Name -> schema of a run's tools; with a `QuickTokenizer` those of the tool YAML, whose code is not imported.
+    """Return name -> schema of a run's tools; with a `QuickTokenizer` from the tool YAML, whose code is not imported.
 
     Args:
         of_files_only: without the interpreter, if no file names it.
     Raises:
-        Exception: what a file of tools, or a tool in it, raises.
+        Exception: whatever a file of tools, or a tool in it, raises.
     """
     if isinstance(tokenizer, QuickTokenizer):
         path = run.get(f"{ROLLOUT}.multi_turn.tool_config_path")
@@ -87,7 +87,7 @@ def tool_schemas(
 
 
 def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer") -> Iterator[Finding]:
-    """The template's turns, without which no protocol can be made; then tags, end tokens, stop string, tools."""
+    """Check the template's turns, without which no protocol can be made; then tags, end tokens, stop string, tools."""
     if tokenizer.eos_token is None or not tokenizer.chat_template:
         lacks = "end token" if tokenizer.eos_token is None else "chat template"
         yield fail(f"the tokenizer of {run.model_path} has no {lacks} -> {CHAT_MODEL}")
@@ -128,7 +128,7 @@ def _problems(
             -> Take the model's own tokenizer, or resize its embedding.""")
     try:
         schemas = tool_schemas(run, tokenizer)
-    except Exception as error:  # of whatever a tool's author wrote
+    except Exception as error:  # from whatever a tool's author wrote
         yield fail(f"""the tools cannot be loaded: {type(error).__name__}: {error}
             -> Correct the files of multi_turn.tool_config_path and function_tool_path.""")
         return
@@ -145,12 +145,12 @@ def _problems(
 
 
 def _end_ids(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer") -> list[int]:
-    """At which vLLM stops, by generation_config.json; without that file it takes the tokenizer's."""
+    """Return the tokens at which vLLM stops, from generation_config.json, or the tokenizer's without that file."""
     file = run.folder / str(run.model_path) / "generation_config.json"
     try:
         if file.is_file() or isinstance(tokenizer, QuickTokenizer):
             ids = json.loads(file.read_text()).get("eos_token_id")
-        else:  # of the hub
+        else:  # on the hub
             from transformers import GenerationConfig
 
             ids = GenerationConfig.from_pretrained(run.model_path).eos_token_id

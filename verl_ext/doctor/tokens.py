@@ -1,6 +1,6 @@
-"""A model folder's tokenizer and chat template, read without transformers, whose import takes most of three seconds.
+"""A model folder's tokenizer and chat template, read without transformers, whose import takes almost three seconds.
 
-It has as much of transformers' interface as the doctor's checks ask for, and counts the same tokens.
+It has as much of transformers' interface as the doctor's checks need, and counts the same tokens.
 """
 
 import functools
@@ -20,11 +20,11 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class NoTokenizer(ValueError):
-    """There is none at the path; the message names it."""
+    """The path has no tokenizer; the message names it."""
 
 
 class QuickTokenizer:
-    """See the module's docstring.
+    """The tokenizer that the module's docstring describes.
 
     Args:
         folder: with `tokenizer.json`.
@@ -77,13 +77,13 @@ class QuickTokenizer:
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The text; `tokenize` is false always."""
+        """Return the text; `tokenize` is always false."""
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return _compiled(self.chat_template).render(**given, **(self._special | kwargs))
 
 
 class PlainEncoder:
-    """Instead of `SegmentEncoder`, which needs transformers: what a tool says is encoded as all other text."""
+    """Stand-in for `SegmentEncoder`, which needs transformers: tool output is encoded like all other text."""
 
     def __init__(self, tokenizer: QuickTokenizer):
         self._tokenizer = tokenizer
@@ -93,10 +93,10 @@ class PlainEncoder:
 
 
 def quick_tokenizer(path: str, folder: Path, template: str | None) -> QuickTokenizer | None:
-    """The tokenizer of a model; None if only transformers can read it, or if it has to come from the hub.
+    """Return the tokenizer of a model; None if only transformers can read it, or if it has to come from the hub.
 
     Args:
-        path: of the model: a folder, which counts from `folder`, or a name on the hub.
+        path: of the model: a folder, relative to `folder`, or a name on the hub.
     Raises:
         NoTokenizer: the folder has none.
     """
@@ -125,13 +125,13 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
-    """With the options and names that a chat template may count on (transformers' documentation, "Chat templates")."""
+    """Compile with the options and names on which a chat template may rely (transformers' docs, "Chat templates")."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the model wrote, and is no text."""
+        """`{% generation %}`, which marks what the model wrote, and adds no text."""
 
         tags = {"generation"}
 

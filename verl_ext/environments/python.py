@@ -33,9 +33,9 @@ class CodeInterpreter(BaseTool):
 
     Args:
         config: `urls` and further settings of `shared_client`; those of OWN_SETTINGS; `type`, which is verl's.
-        tool_schema: what the model is told; its name and its one argument `code` are up to the YAML.
+        tool_schema: the schema that the model sees; the YAML sets its name and describes its one argument `code`.
     Raises:
-        ValueError: an unknown setting (OmegaConf would accept it in silence), or no `urls`.
+        ValueError: an unknown setting (OmegaConf would accept it silently), or no `urls`.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema):
@@ -55,7 +55,7 @@ class CodeInterpreter(BaseTool):
         """Run `parameters["code"]`.
 
         Returns:
-            what the model is to see, a reward of 0.0, and `status`, `run_s`, `queue_s` of the call.
+            The text that the model reads, a reward of 0.0, and `status`, `run_s`, `queue_s` of the call.
         Raises:
             ToolError: there is no code. Like any exception of a tool, verl's own loop shows it to the model.
             SandboxFailure: after all retries. The rollout's `finish_reason` (in verl's `agent_data.extra_fields`) is

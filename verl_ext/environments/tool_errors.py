@@ -1,23 +1,24 @@
-"""Who is at fault where a tool of a tool YAML raises: the model, the infrastructure, or the tool itself.
+"""Who is at fault if a tool of a tool YAML raises: the model, the infrastructure, or the tool itself.
 
 For the author of a tool (verl's BaseTool, or `@function_tool`). The names, types and enums of a call's arguments are
-checked against the tool's schema before the tool runs, and the model is told what was wrong. After that:
+checked against the tool's schema before the tool runs, and the model reads what was wrong. After that:
 
-- `raise ToolError("there is no city 'Atlantis'")`: the arguments are bad. The model reads the message and goes on.
+- `raise ToolError("there is no city 'Atlantis'")`: the arguments are bad. The model reads the message and continues.
 - `raise ToolUnavailable("no answer in 30 s")`: the backend failed. The sample is marked as failed by the infrastructure
   and is not trained on. Connection and HTTP errors that a tool lets through mean the same, after further attempts: the
   call runs again, so a tool that changes something must bear that, or raise ToolUnavailable itself.
 - Anything else is a bug of the tool, and raised with the tool's name: ValueError, KeyError, TypeError, JSONDecodeError,
-  an answer of None. So a backend that answers with a page of HTML, or without a key, is found, and the model does not
+  an answer of None. So you find a backend that answers with an HTML page, or without a key, and the model does not
   learn that its call was wrong.
 
-What the model can cause must be the model's error: else the model could buy its exclusion from training. So these are
-the model's error: a missing file that the arguments name, or that an argument like "" or ".." makes of a folder; and an
-address that the arguments name and that does not answer or refuses (any HTTP 4xx or 5xx). Where an error does not say
-which address it is about, as of urllib, sockets and time-outs, and the last attempt has it too, it is about a URL among
-the arguments, if there is one: a tool that sends the model's URLs to a backend of its own raises ToolUnavailable.
-Some errors only the tool can tell from its own, and it does so by `ToolError`: a request that its backend refuses for
-its content (HTTP 400, 404, 422), an argument that is no address at all (httpx does not say which one it was), an
+What the model can cause must count as the model's error; otherwise the model could buy its exclusion from training. So
+these are the model's errors: a missing file that the arguments name, or a folder that an argument like "" or ".." names
+in place of a file; and an address in the arguments that does not answer or refuses (any HTTP 4xx or 5xx). Some errors
+do not say which address they are about (urllib, sockets, time-outs). If the last attempt still raises one, it counts as
+about a URL among the arguments, if there is one: a tool that sends the model's URLs to its own backend must raise
+ToolUnavailable.
+Some errors only the tool can attribute to the model, by raising `ToolError`: a request that its backend refuses for
+its content (HTTP 400, 404, 422), an argument that is not an address at all (httpx does not say which one it was), an
 address to which the one in the arguments redirects, or work that the arguments made too long.
 """
 
@@ -33,7 +34,7 @@ import aiohttp
 
 from verl_ext.outcome import Fault
 
-_TRY_AGAIN = (408, 425, 429)  # HTTP status, beside 5xx
+_TRY_AGAIN = (408, 425, 429)  # HTTP status, besides 5xx
 # Of HTTP clients that a tool may have imported. Their other errors of that base are the infrastructure's.
 _CLIENT_ERRORS = (("httpx", "HTTPError"), ("requests", "RequestException"), ("urllib3.exceptions", "HTTPError"))
 _BAD_ADDRESSES = (
@@ -46,12 +47,12 @@ _BAD_ADDRESSES = (
 )
 
 
-# How the name of an argument ends that holds an address, also without a scheme; and of one that may hold one.
+# Endings of the names of arguments that hold an address, even without a scheme; and of those that may hold one.
 _ADDRESSES = ("url", "uri", "host", "hostname", "endpoint")
 _MAYBE_ADDRESSES = ("address", "domain", "site", "link", "server", "page")
 _OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
-# Whatever file was meant: a full disk, a lost network disk, too many open files, no memory. EIO is not among them: the
-# model can name a file that gives it, such as a serial port.
+# Whichever file it was: a full disk, a lost network disk, too many open files, no memory. EIO is not among them: the
+# model can name a file that raises it, such as a serial port.
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -64,12 +65,12 @@ class ToolUnavailable(RuntimeError):
 
 
 def who_is_at_fault(error: Exception, arguments: Mapping[str, Any], *, is_last: bool = True) -> Fault:
-    """MODEL, INFRASTRUCTURE or OURS, for what a tool raised; see the module's docstring.
+    """Return MODEL, INFRASTRUCTURE or OURS for an exception of a tool; see the module's docstring.
 
     Args:
-        arguments: of the call, as the model wrote them.
-        is_last: whether no further attempt follows. Before, an error that does not name its address may be of the
-            tool's own backend, and passes.
+        arguments: the call's, as the model wrote them.
+        is_last: whether no further attempt follows. In earlier attempts, an error that does not name its address may be
+            a passing one of the tool's own backend.
     """
     if isinstance(error, ToolError):
         return Fault.MODEL
@@ -94,12 +95,12 @@ def _fault_of_request(error: Exception, arguments: Mapping[str, Any], is_last: b
     if is_last and not host and not is_of_machine and named:
         return Fault.MODEL
     if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
-        return Fault.OURS  # refused: whether for its content only the tool can say
+        return Fault.OURS  # refused: only the tool can say whether it was for the content
     return Fault.INFRASTRUCTURE
 
 
 def _is_of_file(error: OSError) -> bool:
-    """Whether the error is about a file: by its class, or by a file name, which no error of a connection has."""
+    """Return whether the error is about a file: by its class, or by a file name, which connection errors never have."""
     return isinstance(error, _OF_FILES) or (error.filename is not None and not isinstance(error, ConnectionError))
 
 
@@ -119,7 +120,7 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
 
 
 def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """All strings among the values of a call's arguments, each with the name that it stands under."""
+    """Yield all strings among the values of a call's arguments, each with the name of its argument or key."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):
@@ -131,7 +132,7 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _hosts_named(arguments: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """Hosts of URLs, and of arguments that are called one; and what may be a host among the other arguments."""
+    """Return the hosts of URLs and of arguments named as addresses, and possible hosts among the other arguments."""
     named, maybe = set(), set()
     for name, text in _texts(arguments):
         text = text.strip()
@@ -145,7 +146,7 @@ def _hosts_named(arguments: Mapping[str, Any]) -> tuple[set[str], set[str]]:
 
 
 def _imported(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
-    """Those classes whose modules this process has: nothing is imported to look at an error."""
+    """Return the classes whose modules this process has already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(each for each in found if isinstance(each, type))
 
@@ -155,7 +156,7 @@ def _is_of_urllib(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """HTTP status: of aiohttp, of urllib, of httpx and requests (in the response)."""
+    """Return the HTTP status of an error of aiohttp, urllib, httpx or requests (the last two: in the response)."""
     for holder, name in ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code")):
         if isinstance(status := getattr(holder, name, None), int):
             return status
@@ -163,12 +164,12 @@ def _status(error: Exception) -> int | None:
 
 
 def _host(error: Exception) -> str | None:
-    """The host that the request went to, if the error names it."""
+    """Return the host that the request went to, if the error names it."""
     if isinstance(host := getattr(error, "host", None), str):  # aiohttp.ClientConnectorError
         return host
     try:
         request = getattr(error, "request_info", None) or getattr(error, "request", None)
-    except RuntimeError:  # httpx, where there is no request
+    except RuntimeError:  # httpx, if there is no request
         return None
     return _host_of(str(getattr(request, "url", None) or getattr(error, "url", "")))  # the second: urllib's HTTPError
 

@@ -1,4 +1,4 @@
-"""What runs a call: the sandbox for code, verl's tool interface for the further tools of a tool YAML."""
+"""Run a call: the sandbox for code, verl's tool interface for the other tools of a tool YAML."""
 
 import asyncio
 import builtins
@@ -34,11 +34,11 @@ _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 class CallResult:
     """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything.
 
-    `stdout`, `stderr` and `exit_code` are of a program; None of other tools.
+    `stdout`, `stderr` and `exit_code` are a program's; None for other tools.
     """
 
     output: str
-    error: str | None = None  # kind of error; None where the call ended well
+    error: str | None = None  # kind of error; None if the call ended well
     failure: str | None = None
     queue_s: float = 0.0
     run_s: float = 0.0
@@ -50,7 +50,7 @@ class CallResult:
 
     @property
     def complaint(self) -> str:
-        """The end of `output` that says what was wrong: a tool's message, a program's last line; "" if nothing was."""
+        """Return the part of `output` that says what was wrong: a tool's message, a program's last line, "" if none."""
         if self.error is None:
             return ""
         return self.output if self.stdout is None else self.output.rpartition("\n")[2]
@@ -61,7 +61,7 @@ class Toolbox:
 
     Args:
         settings: `retool` of the run's YAML.
-        tools: further ones. One that is called `code_interpreter` gives its schema; code always runs in the sandbox.
+        tools: other tools. Of one called `code_interpreter` only the schema is used; code always runs in the sandbox.
     """
 
     def __init__(self, settings: Any, tools: Sequence[BaseTool | FunctionTool] = ()):
@@ -76,7 +76,7 @@ class Toolbox:
         self.schemas = schemas_of(tools)
 
     def select(self, selection: Any) -> dict[str, dict]:
-        """Schemas by name of the tools that a sample may use: those of its `extra_info.tool_selection`, or all.
+        """Return, by name, the schemas of the tools that a sample may use: its `extra_info.tool_selection`, or all.
 
         Raises:
             ValueError: there is no tool of that name.
@@ -94,7 +94,7 @@ class Toolbox:
         """Run one call.
 
         Args:
-            tools_kwargs: of the sample; `{tool: {"create_kwargs": ...}}`, as for verl's tools.
+            tools_kwargs: the sample's; `{tool: {"create_kwargs": ...}}`, as for verl's tools.
         Raises:
             Exception: a bug in a tool, or a request that the sandbox server refuses as such.
         """
@@ -117,10 +117,10 @@ class Toolbox:
         )
 
     async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> CallResult:
-        """A tool of the tool YAML; tool_errors.py says whose error an exception is.
+        """Run a tool of the tool YAML; tool_errors.py says whose fault an exception is.
 
         Raises:
-            Exception: a bug of the tool, with a note that names it.
+            Exception: a bug of the tool, with a note that names the tool.
         """
         known = (self.schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
         if unknown := sorted(call.arguments.keys() - known.keys()):
@@ -132,7 +132,7 @@ class Toolbox:
             try:
                 response, reward = await self._call_in_time(call, tools_kwargs)
                 break
-            except Exception as error:  # of whatever a tool's author wrote; a bug is raised again
+            except Exception as error:  # a tool's code may raise anything; a bug is raised again
                 fault = who_is_at_fault(error, call.arguments, is_last=attempt == TOOL_ATTEMPTS)
                 if fault is Fault.OURS:
                     error.add_note(
@@ -153,10 +153,10 @@ class Toolbox:
         return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
 
     async def _call_in_time(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
-        """`_call_tool`. A function of a tool that hangs keeps its thread: only its own time limit ends it.
+        """Return `_call_tool`'s result in time. A tool function that hangs keeps its thread until its own time limit.
 
         Raises:
-            TimeoutError: it takes longer than a run of code may, with its queue.
+            TimeoutError: the tool takes longer than code may take to queue and run.
         """
         limit = asyncio.timeout(self._tool_timeout_s)
         try:
@@ -168,7 +168,7 @@ class Toolbox:
             raise TimeoutError(f"no answer in {self._tool_timeout_s:g} s") from error
 
     async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
-        """What the tool says, and its reward.
+        """Return what the tool says, and its reward.
 
         Raises:
             TypeError: the tool answered with None, or without text: what its backend said is lost.
@@ -198,27 +198,27 @@ class Toolbox:
 
 
 def load_tools(multi_turn: Mapping[str, Any], folder: Path) -> list[BaseTool | FunctionTool]:
-    """The tools of a run's tool YAML and of its file of functions, as verl's rollout loads them.
+    """Return the tools of a run's tool YAML and of its file of functions, as verl's rollout loads them.
 
     Args:
         multi_turn: `actor_rollout_ref.rollout.multi_turn` of the run.
-        folder: that relative paths count from.
+        folder: the folder that relative paths start from.
     Raises:
-        Exception: what a file, or a tool in it, raises.
+        Exception: any that a file, or a tool in it, raises.
     """
     files = (multi_turn.get(name) for name in ("tool_config_path", "function_tool_path"))
     return load_all_tools(*(str(folder / file) if file else None for file in files))
 
 
 def schemas_of(tools: Sequence[BaseTool | FunctionTool]) -> dict[str, dict]:
-    """Name -> schema of the tools in the prompt, the interpreter first."""
+    """Return name -> schema of the tools in the prompt, the interpreter first."""
     return {CODE_TOOL: CODE_SCHEMA} | {
         tool.name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools
     }
 
 
 def error_kind(status: str, stderr: str, return_code: int | None) -> str:
-    """What a program ended with: "timeout", "killed", the name of one of Python's own exceptions, or "other"."""
+    """Return how a program failed: "timeout", "killed", the name of one of Python's own exceptions, or "other"."""
     if status == "timeout":
         return "timeout"
     if return_code is not None and return_code < 0:

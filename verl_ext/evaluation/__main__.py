@@ -6,17 +6,17 @@
     python -m verl_ext.evaluate --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
     # a checkpoint of an SFT or RL run, merged first
     python -m verl_ext.evaluate --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
-    # figures only, of samples that are there: an evaluation's, or those of a run's last validation
+    # figures only, of existing samples: an evaluation's, or those of a run's last validation
     python -m verl_ext.evaluate --samples outputs/run --compare outputs/other_run
 
-The settings are those of a run's YAML: protocol and limits of `retool`, lengths of `data`, sampling of `val_kwargs`,
-vLLM's of `rollout`. Without --config they are those of the run that the model's folder lies in. For a model without a
-run they are those of {BASE}, with the GPUs of this machine, and --protocol must be given unless the model's
-chat template shows a call.
+The settings are those of a run's YAML: protocol and limits from `retool`, lengths from `data`, sampling from
+`val_kwargs`, vLLM's from `rollout`. Without --config they are those of the run that the model's folder belongs to. For
+a model without a run they are those of {BASE}, with the GPUs of this machine, and you must give --protocol unless the
+model's chat template shows a call.
 
-Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md. The same command
-continues where it stopped. A sample with an infrastructure failure (sandbox, server, verifier) is in no figure, and the
-same command takes it again. The exit status is 0 if all samples are judged.
+The folder --out gets samples.jsonl (every sample as it ends), settings.json, result.json and result.md. The same
+command continues where it stopped. A sample with an infrastructure failure (sandbox, server, verifier) is in no figure,
+and the same command takes it again. The exit status is 0 if all samples are judged.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         if args.compare:
-            find_samples(args.compare)  # says so now, not after hours, if there are none
+            find_samples(args.compare)  # if there are none, fail at once and not after hours
         folder = args.samples or take_samples(args)
         result, text = make_result(folder, compared_with=args.compare, draws=args.draws, seed=args.seed)
         out = args.out or (None if args.samples else folder)
@@ -130,7 +130,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def take_samples(args: argparse.Namespace) -> Path:
-    """Take what is missing of the samples; returns their folder."""
+    """Take the samples that are missing; return their folder."""
     checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
     if args.model and not (args.model / "config.json").is_file():
         raise ConfigError(_no_model(args.model))
@@ -143,7 +143,7 @@ def take_samples(args: argparse.Namespace) -> Path:
     args.out.mkdir(parents=True, exist_ok=True)
     urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
     sandbox = config.retool.sandbox
-    sandbox.max_concurrency *= config.actor_rollout_ref.rollout.agent.num_workers  # here is one worker for all of them
+    sandbox.max_concurrency *= config.actor_rollout_ref.rollout.agent.num_workers  # one worker replaces all of them
     workers = min(os.cpu_count(), sandbox.max_concurrency)
     with lock_folder(args.out), nullcontext(urls) if urls else running_server(workers=workers) as urls:
         sandbox.urls = urls.split(",")
@@ -156,7 +156,7 @@ def take_samples(args: argparse.Namespace) -> Path:
 
 
 def _settings(args: argparse.Namespace, checkpoint: Checkpoint | None) -> tuple["DictConfig", Chosen]:
-    """The composed config, and what it is made of; says on the console where settings come from that nobody named."""
+    """Return the composed config and what it is made of; print where settings that nobody named come from."""
     given = [
         f"{key}={value}"
         for flag, (key, _) in SHORTHANDS.items()
@@ -180,7 +180,7 @@ def _settings(args: argparse.Namespace, checkpoint: Checkpoint | None) -> tuple[
 
 
 def _served(args: argparse.Namespace) -> Path | None:
-    """The folder of the model that a server serves, where it is one of this machine."""
+    """Return the folder of the model that a server serves, if it is on this machine."""
     set_environment()
     from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused
 
@@ -281,11 +281,11 @@ def set_environment() -> None:
 
 
 def _model_type(folder: Path) -> str | None:
-    """`model_type` of a model's config.json; None for a folder that only has a tokenizer."""
+    """Return `model_type` of a model's config.json; None for a folder that only has a tokenizer."""
     file = folder / "config.json"
     return json.loads(file.read_text()).get("model_type") if file.is_file() else None
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what this process has started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what this process started, like Ctrl-C
     main()

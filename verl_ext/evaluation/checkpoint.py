@@ -1,4 +1,4 @@
-"""A checkpoint of verl's FSDP trainers, SFT or RL, as a Hugging Face folder, and the settings to evaluate it with."""
+"""Turn a checkpoint of verl's FSDP trainers, SFT or RL, into a Hugging Face folder; find its evaluation settings."""
 
 import fcntl
 import os
@@ -30,21 +30,21 @@ class Checkpoint:
 
     @property
     def merged(self) -> Path:
-        """Where `merge` puts the Hugging Face folder: beside the step, so that deleting old checkpoints spares it."""
+        """Return where `merge` puts the Hugging Face folder: next to the step, so that it outlives old checkpoints."""
         return self.run / f"merged_step_{self.step}"
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`; of the
-    quickstart's folder its RL run, or else its SFT run.
+    """Return the checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`;
+    for the quickstart's folder, that of its RL run, or else of its SFT run.
 
-    A step is whole if all ranks' shards are there, as its `checkpoint.json` lists them (manifest.py; an optimizer's may
-    be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a later one, in
-    `latest_checkpointed_iteration.txt`, which verl does last. One that was copied elsewhere, without that note beside
-    it, counts by its shards.
+    A step is whole if all ranks' shards are there, as its `checkpoint.json` lists them (manifest.py; the optimizer's
+    may be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a later one, in
+    `latest_checkpointed_iteration.txt`, which verl writes last. A step that was copied elsewhere, without that note
+    next to it, is judged by its shards.
 
     Raises:
-        CheckpointError: no such folder, no whole step, or the named step is not whole.
+        CheckpointError: there is no such folder or no whole step, or the named step is not whole.
     """
     path = path.resolve()
     if not path.is_dir():
@@ -69,9 +69,9 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def merge(checkpoint: Checkpoint) -> Path:
-    """Merge the shards by verl's model merger, unless that was done after they were written; returns the folder.
+    """Merge the shards by verl's model merger, unless that was done after they were written; return the folder.
 
-    Two that merge one checkpoint at a time wait for each other, by a lock on `merged_step_N.log`.
+    Two processes that merge one checkpoint wait for each other, by a lock on `merged_step_N.log`.
 
     Raises:
         CheckpointError: the merger failed; its output is in `merged_step_N.log`.
@@ -108,7 +108,10 @@ def merge(checkpoint: Checkpoint) -> Path:
 
 
 def computes_in_fp32(checkpoint: Checkpoint) -> bool:
-    """By the settings of the run, where they are there: then verl 0.9.1's merger rounds (fsdp_model_merger.py:187)."""
+    """Return whether the run's settings, if they exist, set fp32: verl 0.9.1's merger rounds it.
+
+    See fsdp_model_merger.py:187.
+    """
     saved = checkpoint.run / "hydra" / "config.yaml"
     config = OmegaConf.load(saved) if saved.is_file() else OmegaConf.create()
     engine = "actor_rollout_ref.actor.fsdp_config" if "actor_rollout_ref" in config else "engine"
@@ -117,7 +120,7 @@ def computes_in_fp32(checkpoint: Checkpoint) -> bool:
 
 
 def put_merged(part: Path, target: Path) -> None:
-    """Give a merged folder its name once its bytes are on the disk: with the name it counts as done."""
+    """Give a merged folder its name once its bytes are on the disk: a folder with that name counts as done."""
     durable.sync_tree(part)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(part, target)
@@ -125,17 +128,17 @@ def put_merged(part: Path, target: Path) -> None:
 
 
 def merge_command(shards: Path, target: Path) -> list[str]:
-    """verl's model merger."""
+    """Return the command of verl's model merger."""
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     return [*command, "--local_dir", str(shards), "--target_dir", str(target)]
 
 
 def settings_of(run: Path) -> tuple[str, list[str]]:
-    """(config, overrides) to evaluate a model of a run with: an RL run's own; for SFT those of the RL run that starts
-    from it (`qwen2-32b_sft` -> `qwen2-32b_dapo`), with the protocol of the traces.
+    """Return (config, overrides) to evaluate a run's model with: an RL run's own; for SFT those of the RL run that
+    starts from it (`qwen2-32b_sft` -> `qwen2-32b_dapo`), with the protocol of the traces.
 
     Raises:
-        CheckpointError: the run's Hydra folder is not there, or no RL run belongs to it.
+        CheckpointError: the run's Hydra folder is missing, or no RL run belongs to it.
     """
     saved = run / "hydra" / "config.yaml"
     if not saved.is_file():
@@ -158,7 +161,7 @@ def _shards(step_folder: Path) -> Path:
 
 
 def _missing(step_folder: Path, noted: int) -> str:
-    """What a step lacks to be whole; "" for nothing. `noted`: the step that the run has noted as whole."""
+    """Return what a step lacks to be whole, "" for nothing; `noted` is the step that the run has noted as whole."""
     folder = _shards(step_folder)
     found = [tuple(map(int, m.groups())) for file in folder.iterdir() if (m := _SHARD.fullmatch(file.name))]
     if not found:

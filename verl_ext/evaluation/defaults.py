@@ -1,4 +1,4 @@
-"""The settings of an evaluation that names no --config: those of the model's run, else what model and machine say."""
+"""The settings of an evaluation without --config: those of the model's run, else what model and machine imply."""
 
 import json
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from verl_ext.evaluation.checkpoint import settings_of
 from verl_ext.evaluation.settings import ConfigError, load_config
 
-BASE = "qwen2-32b_dapo"  # whose sampling and lengths a model without a run is evaluated with
+BASE = "qwen2-32b_dapo"  # the run that gives sampling and lengths for a model without a run
 _ROLLOUT = "actor_rollout_ref.rollout"
-_CALLS = {"hermes": "<tool_call>", "code": "<code>"}  # protocol -> how a call begins, where a chat template shows one
+_CALLS = {"hermes": "<tool_call>", "code": "<code>"}  # protocol -> how a call begins in a chat template that shows one
 
 
 class Chosen(NamedTuple):
@@ -27,12 +27,12 @@ def choose(folder: Path | None, given: Sequence[str], *, in_process: bool) -> Ch
     """Choose settings for a model.
 
     Args:
-        folder: of the model, or of its tokenizer; None where nobody knows one, as of a server on another machine.
+        folder: that of the model or its tokenizer; None if it is unknown, as for a server on another machine.
         given: the overrides of the command line, which win over what is chosen here.
-        in_process: the model runs here, and not in a server that runs already.
+        in_process: the model runs here, and not in a server that is already running.
     Raises:
         CheckpointError: the model's run has no settings for a rollout.
-        ConfigError: nothing says which protocol the model was trained for, or an override is none of BASE.
+        ConfigError: nothing says which protocol the model was trained for, or BASE does not have an override's key.
     """
     if folder and (folder.resolve().parent / "hydra" / "config.yaml").is_file():
         config, overrides = settings_of(folder.resolve().parent)
@@ -49,7 +49,7 @@ def choose(folder: Path | None, given: Sequence[str], *, in_process: bool) -> Ch
 
 
 def for_this_machine(config: str, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """The config, and the overrides with which it fits a machine without GPUs, or with fewer than it wants."""
+    """Return the config, and the overrides with which it fits a machine without GPUs, or with fewer than it wants."""
     overrides = list(overrides)
     composed = load_config(config, overrides)
     from verl_ext.cpu import is_cpu_only
@@ -72,14 +72,14 @@ def _protocol(folder: Path | None) -> str:
 
 
 def _chat_template(folder: Path) -> str:
-    """All that a model's folder has of it: one of several files, by the version of transformers that wrote them."""
+    """Return all chat templates of a model's folder: which file has one depends on the version of transformers."""
     files = [file for file in (folder / "chat_template.jinja", folder / "chat_template.json") if file.is_file()]
     noted = _json(folder / "tokenizer_config.json").get("chat_template") or ""
     return "".join([json.dumps(noted), *(file.read_text(encoding="utf-8", errors="replace") for file in files)])
 
 
 def _lengths(model: dict[str, Any], given: Sequence[str]) -> list[str]:
-    """Prompt and response of BASE, or less where the model has too few positions."""
+    """Return overrides with the prompt and response lengths of BASE, or less if the model has too few positions."""
     most, data = model.get("max_position_embeddings"), load_config(BASE, given).data
     if not isinstance(most, int) or most >= data.max_prompt_length + data.max_response_length:
         return []
@@ -88,7 +88,7 @@ def _lengths(model: dict[str, Any], given: Sequence[str]) -> list[str]:
 
 
 def _gpus_for(model: dict[str, Any]) -> int:
-    """GPUs to spread a model over: all that are here, but a power of two that divides its attention heads."""
+    """Return how many GPUs to spread a model over: as many as there are, in a power of two that divides its heads."""
     import torch
 
     devices, heads = torch.cuda.device_count(), model.get("num_attention_heads") or 1

@@ -1,7 +1,7 @@
 """Estimators for repeated samples of problems: pass@k, majority vote, intervals over problems, tests of a difference;
 and intervals over seeds.
 
-Pure functions. They know nothing of files or of verl; `evaluation/figures.py` feeds them.
+They are pure functions and know nothing about files or verl; `evaluation/figures.py` calls them.
 """
 
 import math
@@ -17,7 +17,7 @@ from scipy.stats import beta, binomtest
 from verl_ext.reward.votes import vote
 
 MAX_CELLS = 2_000_000  # resamples x problems held in memory at a time: 16 MB
-TOLERANCE = 1e-9  # within it two sums of shares are equal
+TOLERANCE = 1e-9  # two sums of shares that differ by less are equal
 # With fewer problems off an end (or moved, for a difference) than this, an exact interval is given. A resample of n
 # misses all m such problems with a chance of (1 - m/n)^n, about e^-m: 0.050 for three, so that the bootstrap's 2.5th
 # percentile is the end itself, and 0.018 for four.
@@ -28,7 +28,7 @@ FEW_PROBLEMS = 4
 class Estimate:
     """A figure and its 95% interval over problems: see `share_95`, `difference_95` and `interval_95`.
 
-    `low` and `high` are None where no interval can be stated: all problems agree on a figure without an upper bound.
+    `low` and `high` are None if no interval can be stated: all problems agree on a figure without an upper bound.
     """
 
     value: float
@@ -61,7 +61,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority_acc(preds: Sequence[str], accs: Sequence[float], normalised: Sequence[str] | None = None) -> float:
-    """Acc of the most frequent answer; among tied ones the mean, i.e. what a fair draw between them is worth.
+    """Return acc of the most frequent answer; among ties the mean, i.e. what a fair draw between them is worth.
 
     Equal answers vote together (reward/votes.py): 0.5 and 1/2 are one. An empty one does not vote; no vote at all is 0.
     """
@@ -77,13 +77,13 @@ def majority_acc(preds: Sequence[str], accs: Sequence[float], normalised: Sequen
 
 
 def ratio_of_sums(num: np.ndarray, den: np.ndarray) -> np.ndarray:
-    """float64[problems, metrics] twice -> float64[metrics]; nan where the denominator is 0."""
+    """Return float64[metrics] from float64[problems, metrics] twice; nan where the denominator is 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return num.sum(axis=0) / den.sum(axis=0)
 
 
 def bootstrap_ratios(num: np.ndarray, den: np.ndarray, *, draws: int, seed: int) -> np.ndarray:
-    """`ratio_of_sums` of `draws` resamples of the problems, drawn with replacement.
+    """Return `ratio_of_sums` of `draws` resamples of the problems, drawn with replacement.
 
     The same seed and number of problems give the same resamples, which is what pairs two runs. A bootstrap cannot see
     what it did not sample: when every problem has the same value, so has every resample.
@@ -108,10 +108,10 @@ def bootstrap_ratios(num: np.ndarray, den: np.ndarray, *, draws: int, seed: int)
 
 
 def share_95(num: np.ndarray, den: np.ndarray, resampled: np.ndarray) -> Estimate | None:
-    """A share of sums with its interval: of the bootstrap, or an exact one where the bootstrap is degenerate.
+    """Return a share of sums with its interval: the bootstrap's, or an exact one if the bootstrap is degenerate.
 
-    Degenerate is: all problems have the same share, or fewer than FEW_PROBLEMS have one that is not 0, or not 1. Then
-    the bootstrap's interval is too narrow, or has no width at all: 0 of 64 gave [0, 0].
+    It is degenerate if all problems have the same share, or fewer than FEW_PROBLEMS have one that is not 0, or not 1.
+    Then the bootstrap's interval is too narrow, or has no width at all: 0 of 64 gives [0, 0].
 
     Args:
         num, den: float64[problems] with 0 <= num <= den; a problem with den 0 says nothing.
@@ -130,15 +130,15 @@ def share_95(num: np.ndarray, den: np.ndarray, resampled: np.ndarray) -> Estimat
 
 
 def exact_share(shares: np.ndarray, weights: np.ndarray) -> Estimate:
-    """Weighted mean of problems' shares with the Clopper-Pearson interval; the problem is the unit.
+    """Return the weighted mean of problems' shares with the Clopper-Pearson interval; the problem is the unit.
 
     Samples of one problem are not independent, so n is the number of problems and x the sum of their shares: 0 of 64
     problems is [0, 1 - 0.025^(1/64)] = [0, 0.0560], however many samples each has. A share between 0 and 1 counts as
     that part of a problem, which is conservative: no variable in [0, 1] varies more than a yes or no of the same mean.
-    With unequal weights (a rate of calls, where problems differ in calls) n is Kish's (sum w)^2 / (sum w^2).
+    With unequal weights (a rate of calls, if problems differ in calls) n is Kish's (sum w)^2 / (sum w^2).
 
-    Source: Clopper & Pearson (Biometrika 26, 1934), by the beta distribution; n and x that are no integers as in Korn &
-    Graubard (Survey Methodology 24, 1998), whose n also is an effective number.
+    Source: Clopper & Pearson (Biometrika 26, 1934), by the beta distribution; n and x that are not integers are as in
+    Korn & Graubard (Survey Methodology 24, 1998), whose n is also an effective number.
 
     Args:
         shares: float64[problems] in [0, 1].
@@ -156,10 +156,10 @@ def exact_share(shares: np.ndarray, weights: np.ndarray) -> Estimate:
 def difference_95(
     before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray], resampled: np.ndarray
 ) -> Estimate | None:
-    """Share after minus share before on the same problems: of the bootstrap, or exact where that is degenerate.
+    """Return share after minus share before on the same problems: the bootstrap's, or exact if that is degenerate.
 
-    Degenerate is: all problems moved by the same amount, or fewer than FEW_PROBLEMS moved at all. Then gains and losses
-    are two shares of the problems with a Clopper-Pearson interval each (`exact_share`), and the difference lies between
+    It is degenerate if all problems moved by the same amount, or fewer than FEW_PROBLEMS moved at all. Then gains and
+    losses are two shares of the problems, each with an interval by `exact_share`, and the difference lies between
     least gain minus most loss and most gain minus least loss. 0 of 64 before and after is [-0.0560, 0.0560]: the share
     of problems that move is at most 0.0560. It is conservative: each end errs only if two bounds err the same way.
 
@@ -167,7 +167,7 @@ def difference_95(
         before, after: (num, den), each float64[problems], the same problems in the same order.
         resampled: float64[draws], resampled share after minus share before.
     Returns:
-        None where either share is 0/0. `low` and `high` are None where nothing can be said: no problem has both shares.
+        None if either share is 0/0. `low` and `high` are None if nothing can be said: no problem has both shares.
     """
     if not (before[1].any() and after[1].any()):
         return None
@@ -180,14 +180,14 @@ def difference_95(
         return interval_95(value, resampled)
     weights = sum(side[1][known] / side[1].sum() for side in (before, after))
     gain, loss = exact_share(np.maximum(moved, 0.0), weights), exact_share(np.maximum(-moved, 0.0), weights)
-    # The value is in its interval also where weights differ between the sides.
+    # The value is in its interval even if weights differ between the sides.
     return Estimate(value, min(value, gain.low - loss.high), max(value, gain.high - loss.low))
 
 
 def interval_95(value: float, resampled: np.ndarray) -> Estimate | None:
-    """Percentile interval of float64[draws]; resamples with 0/0 are left out. None when the value itself is 0/0.
+    """Return the percentile interval of float64[draws] without resamples with 0/0; None if the value itself is 0/0.
 
-    Where all resamples are the same, there is no interval: nothing bounds what other problems would show.
+    If all resamples are the same, there is no interval: nothing bounds what other problems would show.
     """
     resampled = resampled[np.isfinite(resampled)]
     if not np.isfinite(value) or not resampled.size:
@@ -199,9 +199,9 @@ def interval_95(value: float, resampled: np.ndarray) -> Estimate | None:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Of the 95% interval of the mean of runs with other seeds, by Student's t; None of fewer than two.
+    """Return the half width of the 95% interval of a mean over seeds, by Student's t; None for fewer than two values.
 
-    .5, .7, .9: sample standard deviation .2, t of two degrees of freedom 4.303: 4.303 x .2 / sqrt 3 = .497.
+    For .5, .7, .9: standard deviation .2, t with two degrees of freedom 4.303, so 4.303 x .2 / sqrt 3 = .497.
     """
     if len(values) < 2:
         return None
@@ -209,10 +209,10 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def paired_test(differences: np.ndarray, *, draws: int, seed: int) -> PairedTest:
-    """Fisher's randomisation test and the sign test of differences that are symmetric about 0 if the models are equal.
+    """Apply Fisher's randomisation test and the sign test: differences are symmetric about 0 if the models are equal.
 
     The first flips the signs of the differences at random and asks how often their sum is as far from 0 as it is: all
-    2^m ways where m differences are not 0 and 2^m <= draws, else p = (1 + hits) / (1 + draws). It sees the sizes of the
+    2^m ways if m differences are not 0 and 2^m <= draws, else p = (1 + hits) / (1 + draws). It sees the sizes of the
     differences; the sign test asks only how many of the m are above 0, by the binomial distribution.
 
     Source: Dror et al., The Hitchhiker's Guide to Testing Statistical Significance in NLP (ACL 2018), section 3.

@@ -1,6 +1,6 @@
 """Accuracy and tool use of samples with 95% intervals over problems, and differences on the same problems.
 
-Takes the samples that samples.py reads. It scores nothing: `acc` is what the reward manager found.
+This module takes the samples that samples.py reads. It scores nothing: `acc` is what the reward manager found.
 """
 
 from collections import Counter, defaultdict
@@ -27,10 +27,10 @@ from verl_ext.outcome import EVALUATION_FAILURES
 
 
 def _majority(samples: Sequence[Sample], k: int) -> float:
-    """The acc of the most frequent answer of k samples: the mean over disjoint blocks of k, in order of their uids.
+    """Return acc of the most frequent answer of k samples: the mean over disjoint blocks of k, in order of their uids.
 
-    The rest after the last whole block is left out. Unbiased, since a uid says nothing of its sample; a dump's order
-    would, as short responses end first.
+    The rest after the last whole block is left out. It is unbiased, because a uid says nothing about its sample; the
+    order of a dump would not be, because short responses end first.
     """
     blocks = [samples[start : start + k] for start in range(0, len(samples) - k + 1, k)]
     columns = [[[getattr(row, name) for row in block] for name in ("pred", "acc", "normalised")] for block in blocks]
@@ -68,10 +68,10 @@ class Evaluation:
     num_problems: int
     num_units: int  # of the intervals: problems with a judged sample; those that share an `id` are one
     num_problems_scored: int  # with at least one judged sample; the figures are over these
-    num_problems_short: int  # of those, with fewer than k judged samples: best@k and maj@k take what there is
+    num_problems_short: int  # of those, with fewer than k judged samples: best@k and maj@k use the samples there are
     num_samples: int
     excluded: dict[str, int]  # samples with an infrastructure failure, in none of the figures
-    n: int  # samples a problem, as most have
+    n: int  # samples that most problems have
     k: int  # of best@k and maj@k
     finish_reasons: dict[str, int]  # of all samples
     metrics: dict[str, Estimate | None]  # None: 0/0, e.g. the error rate of no calls
@@ -79,9 +79,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Difference:
-    """After minus before on the problems that both have a judged sample of.
+    """After minus before, on the problems of which both have a judged sample.
 
-    `test` is of the problems' differences in mean acc.
+    `test` is a test of the problems' differences in mean acc.
     """
 
     data_sources: list[str]
@@ -96,17 +96,17 @@ class Difference:
 def evaluate(
     samples: Sequence[Sample], *, k: int | None = None, draws: int = 10_000, seed: int = 0
 ) -> dict[str, Evaluation]:
-    """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
+    """Return figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
-    A problem is what `Sample.problem_key` says. Samples with an infrastructure failure (`Sample.failure`) are counted
-    and left out. Problems with one `Sample.id`, as made from one template, are not independent: the template is then
+    `Sample.problem_key` identifies a problem. Samples with an infrastructure failure (`Sample.failure`) are counted and
+    left out. Problems with the same `Sample.id` come from one template and are not independent: the template is then
     the unit of intervals and tests.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
         draws: bootstrap resamples of the problems.
     Raises:
-        ValueError: no samples, or k outside [1, n].
+        ValueError: there are no samples, or k is outside [1, n].
     """
     if not samples:
         raise ValueError("No samples to evaluate. Check that the dump is not empty.")
@@ -137,10 +137,10 @@ def evaluate(
 def compare(
     before: Sequence[Sample], after: Sequence[Sample], *, k: int | None = None, draws: int = 10_000, seed: int = 0
 ) -> dict[str, Difference]:
-    """Figures of `after` minus those of `before`, paired by problem: one resampling of problems serves both sides.
+    """Return figures of `after` minus those of `before`, paired by problem: both sides share one resampling.
 
-    Problems are paired by their names (`Sample.problem_key`). Where no name is on both sides, as in verl's own dumps or
-    with the instructions of another protocol in a run's records, the input text stands for it, chat template included.
+    Problems are paired by their names (`Sample.problem_key`). If no name is on both sides, as in verl's own dumps or
+    with the instructions of another protocol in a run's records, the input text replaces it, chat template included.
 
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
@@ -170,12 +170,12 @@ def compare(
 
 
 def is_ood(data_source: str) -> bool:
-    """Out-of-distribution sources carry `_ood` in their name (`tiny_tools_ood_large`)."""
+    """Return whether a source is out-of-distribution: it has `_ood` in its name (`tiny_tools_ood_large`)."""
     return "_ood" in data_source
 
 
 def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> dict[str, dict[str, dict[int, Estimate]]]:
-    """Group -> {"pass@k" | "maj@k": k -> estimate}, for n and the powers of two below it. Args as for `evaluate`."""
+    """Return group -> {"pass@k" | "maj@k": k -> estimate}, for n and smaller powers of two; args as for `evaluate`."""
     n, _ = _counts([_by_problem(samples)], None)
     curves: dict[str, dict[str, dict[int, Estimate]]] = {}
     for k in [*(2**i for i in range(n.bit_length()) if 2**i < n), n]:
@@ -186,19 +186,19 @@ def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> di
 
 
 def to_json(figures: Any) -> Any:
-    """Plain dictionaries of what `evaluate`, `compare` and `by_k` give; an undefined figure is None."""
+    """Return what `evaluate`, `compare` and `by_k` give as plain dictionaries; an undefined figure is None."""
     if isinstance(figures, dict):
         return {name: to_json(figure) for name, figure in figures.items()}
     return None if figures is None else asdict(figures)
 
 
 def is_shown(group: str, data_sources: Sequence[str]) -> bool:
-    """Whether a group earns a table row: every data source does, a pooled group when it holds more than one."""
+    """Return whether a group gets a table row: every data source does, a pooled group if it holds more than one."""
     return group not in POOLED or len(data_sources) > 1
 
 
 def unit_of(figures: Evaluation | Difference) -> str:
-    """What intervals and tests are over, in a phrase: "384 problems", or "96 templates of 384 problems"."""
+    """Describe what intervals and tests are over: "384 problems", or "96 templates of 384 problems"."""
     problems = figures.num_problems_scored if isinstance(figures, Evaluation) else figures.num_problems
     return (
         f"{problems} problems"
@@ -208,13 +208,13 @@ def unit_of(figures: Evaluation | Difference) -> str:
 
 
 def _units_of(figures: Iterable[Difference]) -> str:
-    """What the rows of a table of tests are paired by."""
+    """Return what the rows of a table of tests are paired by."""
     names = {"problem" if each.num_units == each.num_problems else "template" for each in figures}
     return " or ".join(sorted(names)) or "problem"
 
 
 def format_estimate(estimate: Estimate | None, *, sign: bool = False) -> str:
-    """`0.312 [0.284, 0.341]`, with `sign` `+0.312 [...]`; the figure alone without an interval, `-` when undefined."""
+    """Return `0.312 [0.284, 0.341]`, with `sign` `+0.312 [...]`; only the figure if no interval, `-` if undefined."""
     if estimate is None:
         return "-"
     form = "+.3f" if sign else ".3f"
@@ -224,7 +224,7 @@ def format_estimate(estimate: Estimate | None, *, sign: bool = False) -> str:
 
 
 def evaluation_tables(figures: dict[str, Evaluation]) -> list[list[list[str]]]:
-    """Two tables: accuracy with intervals, then tool use."""
+    """Return two tables: accuracy with intervals, then tool use."""
     k, n = next((each.k, each.n) for each in figures.values())
     names = [("acc/mean@k", f"mean@{n}")]
     if n > 1:
@@ -245,7 +245,7 @@ def evaluation_tables(figures: dict[str, Evaluation]) -> list[list[list[str]]]:
 def comparison_tables(
     before: dict[str, Evaluation], after: dict[str, Evaluation], difference: dict[str, Difference]
 ) -> list[list[list[str]]]:
-    """Accuracy and code use before and after with the paired difference, then the tests of the difference in acc."""
+    """Return accuracy and code use before and after with their paired difference, then the tests of that in acc."""
     shown = {name: each for name, each in difference.items() if is_shown(name, each.data_sources)}
     tables = []
     for key, title in (("acc/mean@k", "acc (mean)"), ("tool/code_ratio", "code use")):
@@ -263,14 +263,14 @@ def comparison_tables(
 
 
 def format_evaluation(figures: dict[str, Evaluation]) -> str:
-    """`evaluation_tables` for a terminal."""
+    """Format `evaluation_tables` for a terminal."""
     return "\n\n".join(map(align, evaluation_tables(figures)))
 
 
 def format_comparison(
     before: dict[str, Evaluation], after: dict[str, Evaluation], difference: dict[str, Difference]
 ) -> str:
-    """`comparison_tables` for a terminal, and how many problems are not in them."""
+    """Format `comparison_tables` for a terminal, with the number of problems that are not in them."""
     blocks = list(map(align, comparison_tables(before, after, difference)))
     if unmatched := unmatched_problems(difference):
         blocks.append(f"{unmatched} problems have judged samples in one dump only: not in the difference.")
@@ -278,18 +278,18 @@ def format_comparison(
 
 
 def unmatched_problems(difference: dict[str, Difference]) -> int:
-    """Problems of all data sources that one side has no judged sample of."""
+    """Return the number of problems, over all data sources, of which one side has no judged sample."""
     return sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
 
 
 def aligned(table: list[list[str]], widths: list[int], between: str) -> list[str]:
-    """Lines of a table: the first cell of a row to the left, the others to the right."""
+    """Return the lines of a table: the first cell of a row is left-aligned, the others right-aligned."""
     cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table)
     return [between.join(row) for row in cells]
 
 
 def align(table: list[list[str]]) -> str:
-    """Rows of cells, the first of them titles, for a terminal."""
+    """Format rows of cells, the first of them titles, for a terminal."""
     lines = aligned(table, [max(map(len, column)) for column in zip(*table, strict=True)], "  ")
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
@@ -302,13 +302,13 @@ def _by_problem(samples: Iterable[Sample], *, by_input: bool = False) -> dict[Pr
 
 
 def _judged(problems: dict[Problem, list[Sample]]) -> dict[Problem, list[Sample]]:
-    """The judged samples of each problem that has one."""
+    """Return the judged samples of each problem that has one."""
     kept = {key: [row for row in rows if not row.failure] for key, rows in problems.items()}
     return {key: rows for key, rows in kept.items() if rows}
 
 
 def _counts(sides: list[dict[Problem, list[Sample]]], k: int | None) -> tuple[int, int]:
-    """(n, k): samples that most problems have, of the dump where it is fewer; k is n unless given."""
+    """Return (n, k): n is how many samples most problems have, on the side with fewer; k is n unless given."""
     sizes = [Counter(map(len, problems.values())) for problems in sides if problems]
     n = min((max(each, key=lambda size: (each[size], size)) for each in sizes), default=1)
     if k is not None and not 1 <= k <= n:
@@ -317,7 +317,7 @@ def _counts(sides: list[dict[Problem, list[Sample]]], k: int | None) -> tuple[in
 
 
 def _pools(sources: Iterable[str]) -> dict[str, list[str]]:
-    """Group name -> its data sources: each alone, in-distribution ones first, then the pooled groups."""
+    """Return group name -> its data sources: each as one group, in-distribution ones first, then the pooled groups."""
     names = sorted(set(sources), key=lambda name: (is_ood(name), name))
     inside, outside = [name for name in names if not is_ood(name)], [name for name in names if is_ood(name)]
     pooled = dict(zip(POOLED, (inside, outside, names), strict=True))
@@ -325,7 +325,7 @@ def _pools(sources: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _terms(sides: list[dict[Problem, list[Sample]]], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Numerators and denominators of each side, each float64[units, metrics]; the sides have the same problems.
+    """Return numerators and denominators of each side, float64[units, metrics]; the sides have the same problems.
 
     A unit is a problem, or all problems of one data source that share an `id`.
     """
@@ -342,7 +342,7 @@ def _terms(sides: list[dict[Problem, list[Sample]]], k: int) -> list[tuple[np.nd
 
 
 def _with_intervals(resampled: np.ndarray, *sides: tuple[np.ndarray, np.ndarray]) -> dict[str, Estimate | None]:
-    """Each of METRICS with its interval: of one side, or of the second side less the first."""
+    """Return each of METRICS with its interval: of one side, or of the second side minus the first."""
     first, *second = (ratio_of_sums(*side) for side in sides)
     values = second[0] - first if second else first
     figures = {}

@@ -1,4 +1,4 @@
-"""How often a model solves each problem of a data file, from verl's dumps of samples, and which problems to keep."""
+"""Compute how often a model solves each problem of a data file, from verl's sample dumps, and choose which to keep."""
 
 import re
 from collections import Counter
@@ -29,11 +29,11 @@ class Tally:
 
 
 def match_prompts(prompts: Iterable[Sequence[dict[str, str]]], inputs: Iterable[str]) -> dict[str, list[int]]:
-    """Rows of a data file that each input text of dumped samples was made from; none where the file does not have it.
+    """Return, for each input text of dumped samples, the rows of a data file it was made from; none if not in the file.
 
-    A dump has the prompt as the chat template rendered it, and no number of the row. What the template puts around the
-    messages is the same for all prompts of a run: it is learned from a few samples. A template may leave messages
-    before the last one out, which then tell no rows apart.
+    A dump has the prompt as the chat template rendered it, without the row's number. What the template puts around the
+    messages is the same for all prompts of a run: it is learned from a few samples. A template may leave out messages
+    before the last one, which then do not distinguish rows.
 
     Args:
         prompts: messages of each row.
@@ -52,7 +52,7 @@ def match_prompts(prompts: Iterable[Sequence[dict[str, str]]], inputs: Iterable[
 def _framed(
     text: str, frame: tuple[str, str], rows: Mapping[str, Mapping[Others, list[int]]], known: Iterable[Others]
 ) -> list[int]:
-    """The rows whose messages stand in the frame in a text."""
+    """Return the rows whose messages stand in the frame in a text."""
     before, after = frame
     parts = before.split(_GAP)
     for others in known if len(parts) > 1 else [()]:
@@ -68,8 +68,8 @@ def _framed(
 
 
 def _frames(rows: Mapping[str, Iterable[Others]], texts: Sequence[str]) -> list[tuple[str, str]]:
-    """What stands before and after a last message in most of the texts, with gaps for the messages before it; then in
-    most of the others, and so on."""
+    """Return what stands before and after the last message in most of the texts, with gaps for the messages before it;
+    then in most of the others, and so on."""
     possible = []
     for text in texts:
         within = [content for content in rows if content and content in text]
@@ -88,7 +88,7 @@ def _frames(rows: Mapping[str, Iterable[Others]], texts: Sequence[str]) -> list[
 
 
 def _with_gaps(before: str, others: Others) -> str:
-    """A text with a gap for each message, or as it is where it does not have them."""
+    """Return a text with a gap for each message, or unchanged if it does not have them."""
     found, rest = "", before
     for other in others:
         start, there, rest = rest.partition(other) if other else (rest, "", "")
@@ -99,10 +99,10 @@ def _with_gaps(before: str, others: Others) -> str:
 
 
 def tally(samples: Sequence[PastSample], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Tally], int]:
-    """(the tally of each row's problem, number of samples whose problem is in no row).
+    """Return (the tally of each row's problem, number of samples whose problem is in no row).
 
     Args:
-        rows: of a data file in verl's columns; those that are one problem share its samples.
+        rows: those of a data file in verl's columns; rows of the same problem share its samples.
     """
     matches = match_prompts((row["prompt"] for row in rows), (sample.input for sample in samples))
     tallies, unknown = [Tally() for _ in rows], 0
@@ -121,10 +121,10 @@ def tally(samples: Sequence[PastSample], rows: Sequence[Mapping[str, Any]]) -> t
 def _of_its_problem(
     sample: PastSample, found: list[int], rows: Sequence[Mapping[str, Any]], names: list[str]
 ) -> list[int]:
-    """Those of the rows with a sample's last message that are its problem, as far as both sides say what they are.
+    """Return those of the rows with a sample's last message that are its problem, as far as both sides identify it.
 
     Args:
-        names: by `problem_of`, of each row that was asked for before.
+        names: cache of `problem_of` for each row that was looked up before.
     """
     for i in found if sample.problem else ():
         names[i] = names[i] or problem_of({**rows[i], "raw_prompt": rows[i]["prompt"]})
@@ -136,19 +136,19 @@ def _of_its_problem(
 
 
 def _said(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Data source, id and ground truth of a row; "" for what it lacks."""
+    """Return data source, id and ground truth of a row; "" for what it lacks."""
     truth = (row.get("reward_model") or {}).get("ground_truth")
     return row.get("data_source") or "", id_of(row), "" if truth is None else canonical(truth)
 
 
 def is_kept(own: Tally, *, max_rate: float, must_be_solved: bool, teacher: Tally | None = None) -> bool:
-    """Whether a judged problem is not too easy, and, where `must_be_solved`, solved once at least, if by a teacher."""
+    """Return whether a judged problem is not too easy and, if `must_be_solved`, was solved once (a teacher counts)."""
     solved = own.correct > 0 or (teacher is not None and teacher.correct > 0)
     return own.pass_rate <= max_rate and (solved or not must_be_solved)
 
 
 def histogram(tallies: Iterable[Tally], kept: Iterable[bool]) -> str:
-    """A line for each pass rate that occurs: how many problems have it, and how many of them are kept."""
+    """Return a line for each pass rate that occurs: how many problems have it, and how many of them are kept."""
     counts: dict[float, list[int]] = {}
     for each, keep in zip(tallies, kept, strict=True):
         if each.judged:
@@ -163,6 +163,6 @@ def histogram(tallies: Iterable[Tally], kept: Iterable[bool]) -> str:
 
 
 def record(row: int, extra_info: dict[str, Any], own: Tally, keep: bool) -> str:
-    """One JSON line on a problem."""
+    """Return one JSON line about a problem."""
     rates = {"samples": own.judged, "correct": own.correct, "pass_rate": own.pass_rate, "kept": keep}
     return jsonl.dumps({"row": row, "id": str(extra_info.get("id", extra_info.get("index", row)))} | rates)

@@ -1,7 +1,7 @@
 """Samples of a past run as a source of pass rates: its records, its validation dumps, verl's rollout dumps.
 
-Each sample has the prompt's text and whether the response was right. One with an infrastructure failure is marked, and
-counts neither way.
+Each sample has the prompt's text and whether the response was right. A sample with an infrastructure failure is marked
+and counts neither way.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +23,9 @@ class PastSample(NamedTuple):
     """One response to a problem of a past run."""
 
     input: str  # the prompt as the chat template rendered it
-    acc: float | None  # in [0, 1]; None where nothing tells
+    acc: float | None  # in [0, 1]; None if unknown
     failure: str | None  # what kept it from being judged; None: it was judged
-    # What tells problems with the same last message apart; "" where the file does not say.
+    # What distinguishes problems with the same last message; "" if the file does not say.
     problem: str = ""  # by `problem_of` (records/problem.py)
     data_source: str = ""
     id: str = ""
@@ -33,22 +33,22 @@ class PastSample(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The samples of some files, and what they are, in words."""
+    """The samples of some files, and a description of them."""
 
     what: str
     samples: list[PastSample]
 
 
 def read_past_samples(path: Path) -> Source:
-    """The samples of a file of samples or records, of a folder of dumps, of a run, or of a quickstart (its RL run).
+    """Return the samples of a file of samples or records, a folder of dumps, a run, or a quickstart (its RL run).
 
-    Of a run the records are taken, or the log of JSON lines that runs wrote before: they have every response that was
-    generated. Else its validation dumps, else its evaluations, else verl's rollout dumps, which have only the groups
-    that were trained on.
+    For a run these are its records, or the older log of JSON lines: they have every response that was generated. Else
+    they are its validation dumps, else its evaluations, else verl's rollout dumps, which have only the groups that were
+    trained on.
 
     Raises:
         NoSamples: there are none.
-        ValueError: a row is of another form; names the file and the line.
+        ValueError: a row is of another form; the message names the file and the line.
     """
     files = _files(path)
     read = [(kind, file) for file in files if (kind := _kind_of(file))]
@@ -60,7 +60,7 @@ def read_past_samples(path: Path) -> Source:
 
 
 def _files(path: Path) -> list[Path]:
-    """In the order they were written."""
+    """Return the files of samples in the order they were written."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -78,7 +78,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _kind_of(file: Path) -> str | None:
-    """One of _KINDS, by the keys of the first row; None: the file is empty."""
+    """Return one of _KINDS, by the keys of the first row; None if the file is empty."""
     if file.suffix == ".parquet":
         return "records"
     if not (row := next(jsonl.read(file), None)):
@@ -104,7 +104,7 @@ def _gold(truth: Any) -> str:
 def _recorded(file: Path) -> Iterable[PastSample]:
     named = ("problem", "domain", "id", "ground_truth")
     for row in store.read(file, ("prompt", "end_reason", "acc", *named)).to_pylist():
-        if row["prompt"] is not None:  # of a rollout that raised there is none
+        if row["prompt"] is not None:  # a rollout that raised has none
             acc = share_of(row["acc"])
             failure = evaluation_failure({"finish_reason": row["end_reason"], UNVERIFIED: acc is None})
             names = (row[name] or "" for name in named)
@@ -112,7 +112,7 @@ def _recorded(file: Path) -> Iterable[PastSample]:
 
 
 def _logged(file: Path) -> Iterable[PastSample]:
-    """Of several records of one response, which are attempts at it, the last counts."""
+    """Yield the last record of each response: several records of one response are attempts at it."""
 
     def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
         reward = row["reward"]
@@ -126,8 +126,11 @@ def _logged(file: Path) -> Iterable[PastSample]:
 
 
 def _dumped(file: Path) -> Iterable[PastSample]:
-    """verl's rollout dumps have the reward, not `acc`: above 0 is right, up to -0.6 wrong. A reward between may be of a
-    failed rollout (0), or of a right one with length penalties, and counts neither way."""
+    """Yield samples of verl's rollout dumps, which have the reward, not `acc`: above 0 is right, up to -0.6 wrong.
+
+    A reward in between may be that of a failed rollout (0), or of a right one with length penalties, and counts neither
+    way.
+    """
 
     def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
         score = float(row["score"])
@@ -150,10 +153,10 @@ _KINDS: dict[str, tuple[str, Callable[[Path], Iterable[PastSample]]]] = {  # kin
 
 
 def check_match(unknown: int, samples: Sequence[Any], sources: Sequence[Path], data: Path) -> None:
-    """Raise where no sample is of a problem of the data file.
+    """Raise if no sample is of a problem of the data file.
 
     Raises:
-        NoSamples: says what a prompt of the samples looks like.
+        NoSamples: the message shows what a prompt of the samples looks like.
     """
     if samples and unknown == len(samples):
         shown = " ".join(samples[0].input.split())[:160]

@@ -15,17 +15,17 @@ NAMES = tuple(sorted(path.stem for path in BUILT_IN.glob("*.jsonl")))
 
 
 def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Rows in verl's columns, with `uid` ("aime_2025:7"), `problem` (its name) and `raw_prompt` beside them.
+    """Return rows in verl's columns, with additional `uid` ("aime_2025:7"), `problem` (its name) and `raw_prompt`.
 
     The name is that of `problem_of`, but without the instructions that a known data set puts around the last user
-    message: with another protocol's instructions it is the same problem.
+    message, so that a problem keeps its name with another protocol's instructions.
 
     Args:
         sources: names of built-in sets, or paths of parquet or JSONL files in verl's columns.
         protocol: "code" or "hermes", for the instructions around a built-in problem; a file has its own.
-        limit: takes so many problems of each set, its first.
+        limit: take at most this many problems of each set, from its start.
     Raises:
-        DataError: no such set, two of one name, or a row without prompt, data source or ground truth.
+        DataError: there is no such set, two have the same name, or a row lacks prompt, data source or ground truth.
     """
     rows: list[dict[str, Any]] = []
     names = [Path(source).stem for source in sources]
@@ -43,7 +43,7 @@ def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None
 
 
 def fingerprint(rows: Sequence[dict[str, Any]]) -> str:
-    """SHA-256 of the rows: the same problems in the same order, wherever the file lies."""
+    """Return the SHA-256 of the rows: equal for the same problems in the same order, wherever the file lies."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())

@@ -1,11 +1,11 @@
-"""What code is for, by rules over its syntax tree, and what it does for a response: position of the first call, errors
-that a later call repairs. The question is the one of ReTool's analysis (arXiv:2504.11536); the rules are ours.
+"""Classify what code is for, by rules over its syntax tree, and what it does for a response: position of the first
+call, errors that a later call repairs. ReTool's analysis asks the same question (arXiv:2504.11536); the rules are ours.
 
 A program has the first purpose that fits, read from the top:
 
-    other tool     a JSON object: the arguments of a tool that is no interpreter
+    other tool     a JSON object: the arguments of a tool that is not an interpreter
     not Python     it cannot be parsed
-    no computation no operator (but a number's sign), comparison, loop, or call but `print`: the model talks to itself
+    no computation no operator (except a number's sign), comparison, loop, or call except `print`: talk to itself
     checking       an `assert`, a printed comparison (`print(a == b)`), or a name with check, verif, valid or correct
     simulation     `random`: an answer by drawing
     algebra        sympy, or a call of solve, simplify, factor, expand, diff, integrate, Eq or symbols
@@ -31,7 +31,7 @@ _LOOPS = (ast.For, ast.While, ast.comprehension)
 
 
 def is_json_object(code: str) -> bool:
-    """Whether a call is of a tool that is no interpreter: its code is the arguments."""
+    """Return whether a call is of a tool that is not an interpreter: its code is the arguments."""
     try:
         return isinstance(json.loads(code), dict)
     except (ValueError, RecursionError):
@@ -40,7 +40,7 @@ def is_json_object(code: str) -> bool:
 
 @lru_cache(maxsize=20_000)
 def purpose(code: str) -> str:
-    """One of PURPOSES."""
+    """Return one of PURPOSES."""
     if is_json_object(code):
         return "other tool"
     try:
@@ -82,7 +82,7 @@ def purpose(code: str) -> str:
 
 
 def _first_call(tool_use: str | None) -> float | None:
-    """`first_call_token` of a row's `tool_use`; None where that is of another form, as of a loop that is not ours."""
+    """Return `first_call_token` of a row's `tool_use`; None if that is of another form, as from another agent loop."""
     try:
         start = json.loads(tool_use or "{}").get("first_call_token")
     except (ValueError, AttributeError, RecursionError):
@@ -91,10 +91,12 @@ def _first_call(tool_use: str | None) -> float | None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
-    one has none; `first call`, the mean share of a response that stands before its first call that ran;
-    `repaired`, the share of the responses with an error of their code in which a call of a later turn ran well. Left
-    out is what there is nothing to take a share of."""
+    """Return figures of judged responses; those without a base for a share are left out.
+
+    `right/PURPOSE` and `wrong/PURPOSE` are shares of their calls that have code (a malformed one has none);
+    `first call` is the mean share of a response before its first call that ran; `repaired` is the share of the
+    responses with an error in their code in which a call of a later turn ran well.
+    """
     found: dict[str, float] = {}
     for name, right in (("right", True), ("wrong", False)):
         side = [row for row in rows if (row["acc"] == 1) == right]

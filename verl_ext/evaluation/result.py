@@ -21,13 +21,14 @@ class NoSamples(ValueError):
 
 
 def find_samples(path: Path) -> Path:
-    """The samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps (last step).
+    """Return the samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps.
 
-    Of a run's folder the last validation (of its records, or else of verl's dumps), or else the last evaluation; of the
-    quickstart's those after RL, or before, or those of its RL run.
+    For a folder of dumps these are those of the last step. For a run's folder they are the last validation (from its
+    records, or else from verl's dumps), or else the last evaluation; for the quickstart's folder those after RL, or
+    before, or those of its RL run.
 
     Raises:
-        NoSamples: neither.
+        NoSamples: there are none of these.
     """
     if path.is_file():
         return path
@@ -42,15 +43,15 @@ def find_samples(path: Path) -> Path:
 def make_result(
     path: Path, *, compared_with: Path | None = None, draws: int = 10_000, seed: int = 0
 ) -> tuple[dict[str, Any], str]:
-    """(result as plain JSON, result as Markdown) of the samples at `path`, see `find_samples`.
+    """Return (result as plain JSON, result as Markdown) of the samples at `path`, see `find_samples`.
 
     Args:
-        compared_with: other samples, which the differences are from: `path` minus these.
-        draws: bootstrap resamples.
-        seed: of the bootstrap.
+        compared_with: other samples to compare with: differences are `path` minus these.
+        draws: number of bootstrap resamples.
+        seed: the bootstrap's seed.
     Raises:
-        NoSamples: none were judged, or none of the same problems on both sides.
-        ValueError: a file has a row of another form; names the line.
+        NoSamples: none were judged, or the two sides have no problem in common.
+        ValueError: a file has a row of another form; the message names the line.
     """
     settings = {"draws": draws, "seed": seed}
     file = find_samples(path)
@@ -102,8 +103,8 @@ def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
 
 
 def markdown(table: list[list[str]]) -> str:
-    """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too. What a cell holds ends
-    neither the cell nor the row."""
+    """Format rows of cells, the first of them titles, as a Markdown table that is also aligned as text. Cells are
+    escaped, so that no content ends its cell or row."""
     table = [[" ".join(cell.replace("|", "\\|").split("\n")) for cell in row] for row in table]
     widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
     lines = evaluation.aligned(table, widths, " | ")
@@ -120,13 +121,13 @@ def _judged_somewhere(file: Path) -> list[Sample]:
 
 
 def _about(file: Path) -> dict[str, Any]:
-    """What the evaluation has noted about itself; {} for a validation dump."""
+    """Return what the evaluation has noted about itself; {} for a validation dump."""
     noted = file.parent / SETTINGS
     return json.loads(noted.read_text()) if file.name == SAMPLES and noted.is_file() else {}
 
 
 def _tools(file: Path) -> dict[str, float]:
-    """`tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
+    """Return `tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
     rows = map(_tool_row, store.read(file).to_pylist()) if file.suffix == ".parquet" else jsonl.read(file)
     judged = [
         row for row in {row.get("uid"): row for row in rows}.values() if row.get("tool_use") and not row.get("failure")
@@ -135,7 +136,7 @@ def _tools(file: Path) -> dict[str, float]:
 
 
 def _tool_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of records with the keys of `samples.jsonl` that `tool_metrics` takes."""
+    """Return a row of records with the keys of `samples.jsonl` that `tool_metrics` takes."""
     turns = [turn for turn in row["turns"] or () if turn["role"] == "model"]
     return json.loads(row["reward_parts"] or "{}") | {
         "uid": (row["uid"], row["session"]),

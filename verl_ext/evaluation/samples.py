@@ -1,4 +1,4 @@
-"""Judged samples, one a row: of records, and of the files of `trainer.validation_data_dir` and `python -m
+"""Judged samples, one per row: of records, and of the files of `trainer.validation_data_dir` and `python -m
 verl_ext.evaluate`.
 """
 
@@ -26,7 +26,7 @@ class Sample:
     pred: str  # "" when the response gave no answer
     data_source: str
     finish_reason: str
-    acc: float | None  # in [0, 1], 1 is right; None when there is no verdict
+    acc: float | None  # in [0, 1], 1 is right; None if there is no verdict
     score: float
     tool_calls: float
     tool_errors: float
@@ -37,45 +37,45 @@ class Sample:
     unverified: float
     sandbox_failure: float
     id: str = ""  # `extra_info.id` of the data; problems made from one template share it
-    problem: str = ""  # by `problem_of` (records/problem.py), in older files its text; "" where none is noted
-    normalised: str = ""  # `pred` in the spelling that was compared; "" where the verifier has none
+    problem: str = ""  # by `problem_of` (records/problem.py), in older files its text; "" if none is noted
+    normalised: str = ""  # `pred` in the spelling that was compared; "" if the verifier has none
 
     @property
     def failure(self) -> str | None:
-        """The infrastructure failure, of EVALUATION_FAILURES, that kept this sample from being judged; None: it was."""
+        """Return which of EVALUATION_FAILURES kept this sample from being judged; None if it was judged."""
         info = {"finish_reason": self.finish_reason, "sandbox_failure": self.sandbox_failure}
         info[UNVERIFIED] = self.unverified or self.acc is None
         return evaluation_failure(info)
 
     def problem_key(self, *, by_input: bool = False) -> tuple[str, str, str, str]:
-        """The problem of the sample: data source, name, id and ground truth, where the name is the input's text with
-        `by_input`, or where the sample notes no other.
+        """Return the sample's problem: data source, name, id and ground truth. The name is the input's text with
+        `by_input`, or if the sample notes no other.
 
-        All four count: the name in older files, and an input's text, do not tell rows of other ids or answers apart.
+        All four count: an input's text, and the name in older files, do not distinguish rows of other ids or answers.
         """
         name = self.input if by_input or not self.problem else self.problem
         return self.data_source, name, self.id, canonical(self.gts)
 
 
-# Columns that every row has, beside `acc` and `gts`.
+# Columns that every row has, besides `acc` and `gts`.
 NUMBERS = tuple(each.name for each in fields(Sample) if each.type is float)
 TEXTS = tuple(each.name for each in fields(Sample) if each.type is str and each.default is MISSING)
 OPTIONAL = tuple(each.name for each in fields(Sample) if each.default is not MISSING)  # texts that a row may lack
 
 
 def plain(text: str) -> str:
-    """As verl's dumps have a text: without the template's special tokens."""
+    """Return a text as verl's dumps have it: without the template's special tokens."""
     return re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text)
 
 
 def read_dump(path: Path) -> list[Sample]:
-    """Samples of a JSONL file, or of a file of records.
+    """Return the samples of a JSONL file, or of a file of records.
 
-    Of a session with several outputs only the last, as verl's own metrics do; of several rows of one output, which are
-    attempts at it, the last.
+    If a session has several outputs, only the last counts, as in verl's own metrics; if an output has several rows,
+    which are attempts at it, the last counts.
 
     Raises:
-        ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
+        ValueError: a row is not JSON, lacks a key, or has a value of the wrong kind; the message names file and line.
         Unreadable: a file of records is cut short.
     """
     if path.suffix == ".parquet":
@@ -94,12 +94,12 @@ def read_dump(path: Path) -> list[Sample]:
 
 
 def share_of(acc: float | None) -> float | None:
-    """`acc` of records; None where it is none from 0 to 1, which no verdict of a verifier is."""
+    """Return `acc` of records; None if it is not between 0 and 1, as every verdict of a verifier is."""
     return acc if acc is not None and 0 <= acc <= 1 else None
 
 
 def sample_of(row: Mapping[str, Any]) -> Sample:
-    """A row of records as the sample that an evaluation has of the same response."""
+    """Return a row of records as the sample that an evaluation has for the same response."""
     turns = row["turns"] or ()
     ran = [call for call in row["calls"] or () if call["attempts"] is not None]
     verdict, end, acc = row["verdict"] or {}, row["end_reason"], share_of(row["acc"])
@@ -128,10 +128,10 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
 
 
 def sample_of_dump(row: Mapping[str, Any]) -> Sample:
-    """A row of a dump, or of `samples.jsonl`.
+    """Return a row of a dump, or of `samples.jsonl`, as a sample.
 
     Raises:
-        ValueError: it lacks a key, or has a value of the wrong kind.
+        ValueError: the row lacks a key, or has a value of the wrong kind.
     """
     missing = [key for key in (*TEXTS, *NUMBERS, "acc", "gts") if key not in row]
     if missing:

@@ -1,7 +1,7 @@
-"""Samples of an evaluation: the agent loop of training on every problem, n times, scored by the reward manager.
+"""Take an evaluation's samples: training's agent loop on every problem, n times, scored by the reward manager.
 
-An infrastructure failure (sandbox, server, verifier) is a row of its own kind: in no figure, and tried again by the
-next start. Everything here runs in one event loop.
+An infrastructure failure (sandbox, server, verifier) is a separate kind of row: it is in no figure, and the next start
+retries it. Everything here runs in one event loop.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from verl_ext.settings import REPO, FailedSamples
 
 logger = logging.getLogger(__name__)
 
-GIVE_UP_AFTER = 16  # samples in a row that sandbox or server failed
+GIVE_UP_AFTER = 16  # samples in a row that failed because of sandbox or server
 
 
 class InfrastructureDown(RuntimeError):
-    """Sandbox or server failed GIVE_UP_AFTER samples in a row."""
+    """GIVE_UP_AFTER samples in a row failed because of sandbox or server."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Task:
 
     @property
     def uid(self) -> str:
-        """As verl's dumps name a sample: prompt, session, output."""
+        """Return the sample's name as in verl's dumps: prompt, session, output."""
         return f"{self.row['uid']}_{self.number}_0"
 
 
 def make_tasks(rows: Sequence[dict[str, Any]], n: int, seed: int) -> list[Task]:
-    """First one sample of every problem, then the second, ...: so that what is there early is of all problems."""
+    """Return tasks for one sample of every problem, then for the second, ...: early results cover all problems."""
     return [Task(row, number, seed_of(seed, row["uid"], number)) for number in range(n) for row in rows]
 
 
 def pending(tasks: Sequence[Task], there: Mapping[str, Mapping[str, Any]]) -> list[Task]:
-    """Those without a row that was judged."""
+    """Return the tasks without a judged row."""
     return [task for task in tasks if task.uid not in there or there[task.uid]["failure"]]
 
 
@@ -66,9 +66,9 @@ class Sampler:
     """Rolls out and scores samples as training does.
 
     Args:
-        config: of a run, with `retool`, `data`, `reward` and `actor_rollout_ref.rollout`; sampling settings are its
+        config: a run's, with `retool`, `data`, `reward` and `actor_rollout_ref.rollout`; sampling settings are its
             `val_kwargs`.
-        hf_model_type: `model_type` of the model's config.json; None takes verl's default way to build a prompt.
+        hf_model_type: `model_type` of the model's config.json; None uses verl's default way to build a prompt.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Sampler:
             await loop.tools.sandbox.aclose()
 
     async def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Look for what could not be rolled out, before anything is.
+        """Check that all prompts can be rolled out, before any is.
 
         Raises:
             DataError: a prompt is longer than `data.max_prompt_length`, or leaves too little of the server's context.
@@ -127,10 +127,10 @@ class Sampler:
                 )
 
     async def run(self, tasks: Sequence[Task], store: Store, *, concurrency: int) -> None:
-        """Take those samples that `store` has no judged row of, and append each as it ends.
+        """Take the samples of which `store` has no judged row, and append each as it ends.
 
         Raises:
-            InfrastructureDown: see there; what is done is kept.
+            InfrastructureDown: see there; finished samples are kept.
         """
         there = store.rows()
         todo = pending(tasks, there)
@@ -160,11 +160,11 @@ class Sampler:
                 await asyncio.gather(*workers, return_exceptions=True)
 
     async def take(self, task: Task, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One sample as a row of `samples.jsonl`.
+        """Take one sample and return it as a row of `samples.jsonl`.
 
         Args:
             before: an earlier attempt's row. A response that no verifier could judge is judged again, not sampled
-                again: what is hard to verify must not be drawn until it is easy.
+                again: responses must not be drawn until one is easy to verify.
         """
         started = time.perf_counter()
         seed = {"seed": task.seed} if self._server.seeded else {}
@@ -216,7 +216,7 @@ class Sampler:
 
 
 def _row(task: Task, **values: Any) -> dict[str, Any]:
-    """A row with the keys that `samples.read_dump` asks for; what `values` lacks is empty."""
+    """Return a row with the keys that `samples.read_dump` needs; those that `values` lacks are empty."""
     row = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, 0.0) | {"acc": None} | values
     row |= {"uid": task.uid, "data_source": task.row["data_source"], "gts": task.row["reward_model"]["ground_truth"]}
     return row | {"problem": task.row["problem"], "id": id_of(task.row)}

@@ -1,6 +1,6 @@
-"""The servers that the agent loop asks in an evaluation: vLLM in this process, or an OpenAI-compatible server.
+"""The servers that the agent loop uses in an evaluation: vLLM in this process, or an OpenAI-compatible server.
 
-Both take the place of verl's `LLMServerClient` in training: `generate` takes and gives token ids.
+Both replace verl's `LLMServerClient` of training: `generate` takes and returns token ids.
 """
 
 import os
@@ -18,7 +18,7 @@ from verl_ext.protocols.code import CODE_START
 from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 from verl_ext.rollout.loop import FAILED_STOPS
 
-# Of `sampling_params`, what every server is told, so that no generation_config.json decides in its place.
+# The `sampling_params` that every server gets, so that no generation_config.json decides instead.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
 _PROBE = "<code>\nprint(1 + 1)\n</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
 
@@ -28,7 +28,7 @@ class ServerFailure(RuntimeError):
 
 
 class ServerRefused(RuntimeError):
-    """The server takes requests but not this one: a wrong model, key, tokenizer or length. Asking again is no use."""
+    """The server takes requests but not this one: a wrong model, key, tokenizer or length. A retry would not help."""
 
 
 class TooFewGpus(ValueError):
@@ -36,8 +36,8 @@ class TooFewGpus(ValueError):
 
 
 class Server(Protocol):
-    interface: str  # how it is talked to, for the result
-    max_model_len: int | None  # tokens, prompt and response; None where the server does not say
+    interface: str  # how requests are made, for the result
+    max_model_len: int | None  # tokens, prompt and response; None if the server does not say
     seeded: bool  # it takes a seed for each sample
 
     async def generate(
@@ -48,7 +48,7 @@ class Server(Protocol):
 
 
 def turn_seed(seed: int, prompt_ids: Sequence[int]) -> int:
-    """The seed of one turn: another one for each turn of a sample, as its prompt grows."""
+    """Return the seed of one turn: each turn of a sample has a different one, because its prompt grows."""
     return (seed + len(prompt_ids)) % 2**63
 
 
@@ -60,10 +60,10 @@ def _vary_seed(params: dict[str, Any], prompt_ids: Sequence[int]) -> None:
 class VllmServer:
     """vLLM's asynchronous engine on a Hugging Face folder, with the engine settings of `rollout`.
 
-    Left out are those of training: weight transfer, sleeping, dummy weights.
+    The settings for training are left out: weight transfer, sleeping, dummy weights.
 
     Raises:
-        TooFewGpus: `rollout` wants more than there are.
+        TooFewGpus: `rollout` wants more GPUs than there are.
     """
 
     interface = "vLLM in this process, token ids in, token ids out"
@@ -76,7 +76,7 @@ class VllmServer:
                 f"{devices} GPUs here. Lower them; on a CPU, take +hardware=cpu."
             )
         # vLLM 0.28.0, v1/worker/gpu_model_runner.py:3825 sets the generator of a seeded request back when its prompt is
-        # computed in pieces. A CPU's generator cannot be set back, and the engine dies of it.
+        # computed in pieces. A CPU's generator cannot be set back, and the engine dies.
         self.seeded = devices > 0
         self.max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
         batched = rollout.max_num_batched_tokens
@@ -105,13 +105,13 @@ class VllmServer:
         self._engine = None
 
     def start(self) -> None:
-        """Load the weights; within the event loop that `generate` runs in."""
+        """Load the weights; call it within the event loop that `generate` runs in."""
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if self.seeded:
-            # torch's question for the GPUs makes CUDA unusable in forks; vLLM 0.24.0 (utils/system_utils.py:148) does
-            # not notice, since CUDA is not initialised. In training vLLM runs in a Ray actor, where it spawns.
+            # torch's query for the GPUs makes CUDA unusable in forks; vLLM 0.24.0 (utils/system_utils.py:148) does not
+            # notice, because CUDA is not initialised. In training vLLM runs in a Ray actor, where it spawns.
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
 
@@ -140,16 +140,16 @@ class VllmServer:
 
 
 class OpenAiServer:
-    """An OpenAI-compatible server's `/v1/completions`, by token ids where it can, else by text; see `connect`.
+    """An OpenAI-compatible server's `/v1/completions`, by token ids if it can, else by text; see `connect`.
 
-    An answer in text is tokenised here: the tokens may be others than those that the model sampled. A stop string that
-    the server cut off is written again if the server says that it stopped there, or if a `<code>` is open.
+    An answer in text is tokenised here: the tokens may differ from those that the model sampled. A stop string that the
+    server cut off is added again if the server says that it stopped there, or if a `<code>` is open.
 
     Args:
         url: such as "http://127.0.0.1:8000/v1".
         model: as the server names it; "" takes the first of its `/models`.
-        seeded: sends a seed with each sample, of which vLLM 0.28 dies where it runs on a CPU (see VllmServer).
-        timeout_s, max_attempts: of one turn; see `OpenAiEndpoint`.
+        seeded: send a seed with each sample, which kills vLLM 0.28 on a CPU (see VllmServer).
+        timeout_s, max_attempts: limits for one turn; see `OpenAiEndpoint`.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class OpenAiServer:
     ):
         self._endpoint = OpenAiEndpoint(url, api_key=api_key, timeout_s=timeout_s, max_attempts=max_attempts)
         self.url, self.model, self.seeded = self._endpoint.url, model, seeded
-        self.root: str | None = None  # the folder or name of the weights, where the server says
+        self.root: str | None = None  # the folder or name of the weights, if the server says
         self.max_model_len: int | None = None
         self.interface = ""
         self._ids_in = self._ids_out = True
@@ -172,10 +172,10 @@ class OpenAiServer:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def find_model(self) -> None:
-        """Ask the server what it serves; sets `model`, `root` and `max_model_len`.
+        """Ask the server what it serves; set `model`, `root` and `max_model_len`.
 
         Raises:
-            ServerRefused: it does not serve `model`.
+            ServerRefused: the server does not serve `model`.
             ServerFailure: it does not answer.
         """
         served = (await self._request("/models"))["data"]
@@ -186,10 +186,10 @@ class OpenAiServer:
         self.model, self.root, self.max_model_len = chosen["id"], chosen.get("root"), chosen.get("max_model_len")
 
     async def connect(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Find out what the server can, after `find_model`; sets `interface`.
+        """Find out what the server can do, after `find_model`; set `interface`.
 
         Raises:
-            ServerRefused: it refuses every form of request, or tokenises otherwise than `tokenizer` does.
+            ServerRefused: the server refuses every form of request, or tokenises differently from `tokenizer`.
             ServerFailure: it does not answer.
         """
         self._tokenizer = tokenizer
@@ -197,7 +197,7 @@ class OpenAiServer:
         request = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
         try:
             answer = await self._choice(request | {"return_token_ids": True})
-        except ServerRefused:  # an unknown field, to a strict server
+        except ServerRefused:  # a strict server refuses the unknown field
             answer = {}
         self._ids_out = bool(answer.get("token_ids"))
         if not self._ids_out:
@@ -237,7 +237,7 @@ class OpenAiServer:
         return TokenOutput(token_ids=ids, stop_reason="completed", extra_fields={})
 
     def _ids_of(self, choice: Mapping[str, Any], stops: Sequence[str]) -> list[int]:
-        """The tokens of an answer in text, with what ended it: the stop string, or the end token."""
+        """Return the tokens of an answer in text, with what ended it: the stop string, or the end token."""
         text = choice["text"]
         if choice.get("finish_reason") != "stop" or text.endswith(tuple(stops) or "\0"):
             return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The settings of an evaluation: a run's YAML, and of it what a sample depends on."""
+"""The settings of an evaluation: a run's YAML, and which parts of it a sample depends on."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from verl_ext.settings import CONFIGS, compose_run
 
 _FINGERPRINT_BYTES = 2**20  # of each end of a file
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
-# Of `retool` and of its sandbox, what no sample depends on.
+# The keys of `retool` and of its sandbox that no sample depends on.
 _OF_TRAINING = (
     *("recorder", "checkpoints", "repeatable", "fleet", "record_batches", "trajectory_log"),
     *("adaptive_n", "validation_schedule", "light_validation", "early_stop"),
@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 
 def load_config(config: str, overrides: Sequence[str]) -> DictConfig:
-    """A run's YAML, by name in configs/ or by path (a run's hydra/config.yaml), as its launcher would compose it.
+    """Return a run's YAML, by name in configs/ or by path (a run's hydra/config.yaml), composed as by its launcher.
 
     Raises:
         ConfigError: see there.
@@ -55,14 +55,14 @@ def sample_settings(
     chat_template: str,
     seeded: bool = True,
 ) -> dict[str, Any]:
-    """What the samples depend on, as plain JSON: with other settings an evaluation does not go on.
+    """Return what the samples depend on, as plain JSON: with other settings an evaluation does not continue.
 
     Args:
-        rows: of `problems.read_sets`.
-        model: what tells its weights from others.
-        interface: of the server.
-        chat_template: of the tokenizer.
-        seeded: each sample has a seed of its own, made of `seed`.
+        rows: those of `problems.read_sets`.
+        model: what distinguishes its weights from others.
+        interface: the server's.
+        chat_template: the tokenizer's.
+        seeded: each sample has a separate seed, derived from `seed`.
     """
     rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
     retool = {name: value for name, value in retool.items() if name not in _OF_TRAINING}
@@ -74,11 +74,11 @@ def sample_settings(
         "model": dict(model),
         "interface": interface,
         "data": {name: {"problems": len(each), "sha256": fingerprint(each)} for name, each in sets.items()},
-        "n": rollout.val_kwargs.n,  # samples of a problem
+        "n": rollout.val_kwargs.n,  # samples per problem
         "seed": seed if seeded else None,
         **{name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")},
         "max_prompt_length": rollout.prompt_length,  # tokens
-        "max_response_length": rollout.response_length,  # tokens, of all turns and what tools say
+        "max_response_length": rollout.response_length,  # tokens of all turns, tool output included
         "agent_loop": rollout.agent.default_agent_loop,
         "max_parallel_calls": rollout.multi_turn.max_parallel_calls,
         "tool_config_path": rollout.multi_turn.tool_config_path,
@@ -92,7 +92,7 @@ def sample_settings(
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 of names and sizes of a model's files and of their ends: training changes all of the weights."""
+    """Return the SHA-256 of names, sizes and both ends of a model's files: training changes all of the weights."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _MODEL_SUFFIXES):
         size = file.stat().st_size

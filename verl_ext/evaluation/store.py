@@ -1,6 +1,6 @@
 """The folder of an evaluation: its settings, and every sample as it ended.
 
-`samples.jsonl` has the keys of verl's validation dumps and more, a row per attempt: of one `uid` the last counts.
+`samples.jsonl` has the keys of verl's validation dumps and more, one row per attempt; the last row of a `uid` counts.
 """
 
 import json
@@ -19,14 +19,14 @@ class OtherSettings(ValueError):
 
 
 class Store:
-    """Appends rows, and reads what an earlier start has left.
+    """Appends rows, and reads those that an earlier start has left.
 
     Args:
-        folder: made if it is not there.
+        folder: created if missing.
         settings: what the samples depend on; plain JSON.
         about: what the samples do not depend on, such as addresses and versions, for a reader.
     Raises:
-        OtherSettings: samples of other settings are there; names what differs.
+        OtherSettings: the folder has samples of other settings; the message names what differs.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any]):
@@ -51,7 +51,7 @@ class Store:
         self._sink = open(self.samples, "a", encoding="utf-8")
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """The last row of each `uid`."""
+        """Return the last row of each `uid`."""
         return {row["uid"]: row for row in jsonl.read(self.samples)}
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Store:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a list is a value."""
+    """Return dotted key -> value; a list is a value."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         inner = isinstance(value, Mapping) and value

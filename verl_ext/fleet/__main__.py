@@ -1,11 +1,12 @@
-"""The servers of an RL run that goes on: look at them, add one, remove one.
+"""List, add or remove rollout servers of an RL run in progress.
 
     python -m verl_ext.fleet list outputs/my_run
     python -m verl_ext.fleet remove outputs/my_run 2
     python -m verl_ext.fleet add outputs/my_run
 
-`remove` takes the number that `list` prints. Both return when the run has begun with it; `list` says how far it is.
-For runs with servers of their own: separate_async with actor_rollout_ref.hybrid_engine=false.
+`remove` takes the number that `list` prints. `add` and `remove` return when the run begins to act;
+`list` shows how far it is.
+For runs whose servers have dedicated GPUs: separate_async with actor_rollout_ref.hybrid_engine=false.
 """
 
 import argparse
@@ -20,7 +21,7 @@ COLUMNS = ("server", "address", "state", "requests", "weights of step")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of `Members.rows`; what is not known is a dash, and the ranks of a server follow its requests."""
+    """Format `Members.rows`; unknown values are dashes, and the requests of each rank follow a server's total."""
     lines = [COLUMNS]
     for row in rows:
         ranks = f" = {' + '.join(map(str, row['ranks']))}" if len(row["ranks"]) > 1 else ""

@@ -1,7 +1,7 @@
 """`retool.fleet.routing`: which server a request goes to.
 
-verl: verl's own. A first turn goes to the server with the fewest requests, later ones where the first went.
-ring: `routing.Router` in verl's registry of routers. A server that fails is avoided, data-parallel ranks are routed to.
+verl: verl's own. A first turn goes to the server with the fewest requests, and later turns follow it.
+ring: `routing.Router` in verl's registry of routers. It avoids failing servers and routes to data-parallel ranks.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from verl_ext.fleet.routing import Router
 from verl_ext.versions import VERL, require_versions
 
 KEY = "retool.fleet.routing"
-MAX_ROLLOUTS = 100_000  # whose slot is known, those asked for last; the others have that of their hash
+MAX_ROLLOUTS = 100_000  # the most recent ones, whose slot is remembered; others get the slot of their hash
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -28,18 +28,18 @@ class RingLoadBalancer:
 
     Args:
         servers: address -> actor handle.
-        config: of ring.yaml, which has no more than this class.
+        config: of ring.yaml, which only names this class.
     """
 
     def __init__(self, servers: Mapping[str, Any], config: Mapping[str, Any]):
         self._router = Router()
-        self._ranks: dict[str, int] = {}  # of every server that was ever here: a hybrid one comes back each step
+        self._ranks: dict[str, int] = {}  # of every server ever added: a hybrid one comes back each step
         self._slots: dict[str, dict[str, Any]] = {}  # server -> slot -> handle
         self._recent: OrderedDict[str, None] = OrderedDict()  # rollouts
         self.add_servers(servers)
 
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """The slot for a rollout's next request, and whom to ask.
+        """Return the slot for a rollout's next request, and the handle to ask.
 
         Raises:
             NoServerError: there is no server.
@@ -55,12 +55,12 @@ class RingLoadBalancer:
         self._router.release(request_id, server_id)
 
     def failed(self, server_id: str) -> None:
-        """A request failed at a server, or at a rank of it: all its ranks are avoided for a while."""
+        """Note that a request failed at a server or one of its ranks; all its ranks are avoided for a while."""
         for slot in self._slots.get(_server_of(server_id), ()):
             self._router.failed(slot)
 
     def tell_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Of servers that are about to join. Others are asked, and one that hangs then holds all requests up."""
+        """Note the ranks of servers about to join. Other servers are asked, and a hanging one delays all requests."""
         self._ranks.update(ranks)
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class RingLoadBalancer:
         return list(self._slots)
 
     def get_status(self) -> dict[str, Any]:
-        """As verl's, with the load of each slot."""
+        """Return verl's status, with the load of each slot added."""
         slots = {slot: self._router.load(slot) for slot in self._router.slots}
         servers = {address: sum(slots[slot] for slot in of) for address, of in self._slots.items()}
         return {
@@ -114,9 +114,10 @@ class RingLoadBalancer:
 
 
 def tell_failures(clients: ModuleType) -> None:
-    """verl/workers/rollout/llm_server.py:99 `LLMServerClient.generate` (0.9.1): a router that wants to know is told.
+    """Report failures to a router that has `failed`: verl/workers/rollout/llm_server.py:99 `LLMServerClient.generate`
+    (0.9.1).
 
-    A server that refuses a request by a ValueError has not failed: any other server would refuse it.
+    A server that refuses a request with a ValueError has not failed, because any other server would refuse it as well.
     """
     require_versions(VERL, "verl_ext/fleet/balancer.py")
     client = clients.LLMServerClient
@@ -131,7 +132,7 @@ def tell_failures(clients: ModuleType) -> None:
         token = _asked.set(None)
         try:
             return await generate(self, *args, **kwargs)
-        except Exception as error:  # whatever the server died of; it is raised again
+        except Exception as error:  # any cause of the server's death; it is raised again
             server_id, failed = _asked.get(), getattr(self._load_balancer, "failed", None)  # verl's own has none
             if server_id and failed and not isinstance(error, ValueError):
                 failed.remote(server_id=server_id)
@@ -142,7 +143,7 @@ def tell_failures(clients: ModuleType) -> None:
     client._acquire_server, client.generate = acquire_noted, generate_told
 
 
-_asked: ContextVar[str | None] = ContextVar("asked", default=None)  # the server of the request under way
+_asked: ContextVar[str | None] = ContextVar("asked", default=None)  # the server of the running request
 
 
 def _server_of(slot: str) -> str:
@@ -150,10 +151,10 @@ def _server_of(slot: str) -> str:
 
 
 def refusals(get: Callable[..., Any]) -> Iterator[str]:
-    """Why a run cannot have its routing: `what is wrong -> what to do`, each. The start of a run raises them.
+    """Yield why a run cannot have its routing, `what is wrong -> what to do` each. The start of a run raises them.
 
     Args:
-        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+        get: (dotted key, default) -> value of the run, the default if it is absent or null.
     """
     if get(KEY, "verl") != "ring":
         return
@@ -175,7 +176,7 @@ RING = Path(__file__).with_name("ring.yaml")
 
 
 def install(config: DictConfig) -> None:
-    """Have verl make the router of a run; with `verl` it stays as it is. Called before there are servers.
+    """Make verl create the run's router; `verl` keeps verl's own. Call it before there are servers.
 
     Raises:
         ValueError: the run cannot have its routing.

@@ -1,4 +1,4 @@
-"""Where the requests of a server crossed an update of the weights. Counts alone: no engine, no clock."""
+"""Where the requests of a server crossed a weight update. It only counts: no engine, no clock."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ class Boundaries:
         self._of: dict[str, list[Run]] = {}  # (tokens that were there, the version from then on)
 
     def admit(self, request_id: str, version: int | None) -> None:
-        """A request goes to the engine, which holds weights of `version`."""
+        """Note that a request goes to the engine, which holds weights of `version`."""
         self._of[request_id] = [(0, version)]
 
     def cross(self, written: Mapping[str, int], version: int | None) -> list[str]:
-        """All further tokens are of `version`; returns the requests of which that is all tokens.
+        """Note that all further tokens are of `version`; return the crossing requests that have no token yet.
 
         Args:
-            written: request -> tokens that it has so far. Requests that were not admitted here are left alone.
+            written: request -> tokens that it has so far. Requests that were not admitted here are ignored.
         """
         crossing = [
             request_id for request_id, runs in self._of.items() if request_id in written and runs[-1][1] != version
@@ -29,12 +29,12 @@ class Boundaries:
         return [request_id for request_id in crossing if not written[request_id]]
 
     def end(self, request_id: str, tokens: int) -> list[Run]:
-        """The runs of a request that ended with so many tokens, oldest first; runs without a token are left out."""
+        """Return the runs of a request that ended with `tokens` tokens, oldest first, without empty runs."""
         starts = self._of.pop(request_id, [(0, None)])  # None: nobody admitted it
         ends = [start for start, _ in starts[1:]] + [tokens]
         runs = [(min(end, tokens) - start, version) for (start, version), end in zip(starts, ends, strict=True)]
         return [(length, version) for length, version in runs if length > 0]
 
     def forget(self, request_id: str) -> None:
-        """It ended without an output, or has been asked for already."""
+        """Drop a request that ended without an output; one that has ended already is ignored."""
         self._of.pop(request_id, None)

@@ -1,8 +1,8 @@
-"""The client of servers that may die: a turn goes on elsewhere with the tokens that it has.
+"""The client of servers that may die: a turn continues elsewhere with the tokens that it has.
 
-verl's asynchronous client (workers/rollout/llm_server.py:225, 0.9.1) makes one turn of the requests that an update of
-the weights broke off. Here a request whose server died is one more of these. Tokens, log-probs and versions that came
-back are kept; the calls of tools lie between turns, and are not repeated.
+verl's asynchronous client (workers/rollout/llm_server.py:225, 0.9.1) joins the requests that a weight update
+interrupted into one turn. Here it joins a request whose server died in the same way. Tokens, log-probs and versions
+that came back are kept; tool calls lie between turns and are not repeated.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from verl_ext.settings import HealthSettings
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-FAILED = "server_failed"  # among the extra fields of an output that its server broke off: the rest comes from another
-GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
-PAUSE_S = 0.5  # until a request asks again: for a server, or one that could not be reached
-ROUTER_S = 10.0  # for the router to take a server out; it takes milliseconds
-MAX_UNREACHED = 20  # tries of a request in a row that did not reach its server; the next one is a loss
-_server: ContextVar[str] = ContextVar("server")  # of the newest request of this turn
+FAILED = "server_failed"  # extra field of an output that its server did not finish: another server continues it
+GAVE_UP = "error"  # stop reason of a turn that makes the rollout an infrastructure failure (rollout/loop.py)
+PAUSE_S = 0.5  # until a request asks again for a server, or asks an unreachable one again
+ROUTER_S = 10.0  # for the router to remove a server; it takes milliseconds
+MAX_UNREACHED = 20  # consecutive tries that did not reach the server; one more counts as a lost request
+_server: ContextVar[str] = ContextVar("server")  # of this turn's newest request
 _lost: ContextVar[int] = ContextVar("lost")  # requests of this turn that were lost with their servers
 
 
 class NoServerLeft(Exception):
-    """There was none for `retool.fleet.health.wait_s`, or there is no router any more."""
+    """No server was available for `retool.fleet.health.wait_s`, or the router is gone."""
 
 
 class _Request(LLMServerClient):
-    """One request of a turn; in the order of `FleetClient`'s bases it stands between verl's two clients."""
+    """One request of a turn. In `FleetClient`'s method resolution order, it stands between verl's two clients."""
 
     limits: HealthSettings
 
@@ -46,11 +46,11 @@ class _Request(LLMServerClient):
         while True:
             left = max(PAUSE_S, deadline - time.monotonic())
             try:
-                async with asyncio.timeout(left):  # `wait_for` would run it in a context of its own (balancer.py)
+                async with asyncio.timeout(left):  # `wait_for` would run it in a separate context (balancer.py)
                     name, server = await super()._acquire_server(request_id, **extra)
             except TimeoutError:
                 raise NoServerLeft(f"the router did not answer for {self.limits.wait_s:g} s") from None
-            except (RuntimeError, *GONE) as error:  # the latter of the router
+            except (RuntimeError, *GONE) as error:  # GONE: the router
                 if isinstance(error, RuntimeError) and "No available servers" not in str(error):  # verl's router.py:196
                     raise
                 if isinstance(error, GONE) and not isinstance(error, ActorUnavailableError):
@@ -63,7 +63,7 @@ class _Request(LLMServerClient):
                 return name, server
 
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
-        """As verl's (:99). Where the server fails, `aborted` with what it handed back, or `GAVE_UP`."""
+        """Generate as verl's (:99). If the server fails: `aborted` with the tokens it returned, or `GAVE_UP`."""
         try:
             output = await self._reach(request_id, **kwargs)
         except NoServerLeft as error:
@@ -75,10 +75,10 @@ class _Request(LLMServerClient):
             why = "its engine is dead"
             if not output.extra_fields.pop(FAILED, False):
                 return output
-        name, lost = _server.get().split("/")[0], _lost.get() + 1  # a router may name a rank of it: server/rank
+        name, lost = _server.get().split("/")[0], _lost.get() + 1  # a router may name one of its ranks: server/rank
         _lost.set(lost)
         note_lost(name)
-        await self._leave_out(name)  # before the next request, anyone's
+        await self._leave_out(name)  # before anyone's next request
         logger.warning(
             "Server %s failed (%s): a request goes on elsewhere with its %d tokens (attempt %d of %d).",
             *(name, why, len(output.token_ids), lost, self.limits.attempts),
@@ -88,7 +88,7 @@ class _Request(LLMServerClient):
         return output
 
     async def _leave_out(self, name: str) -> None:
-        """Take a server out of the router. One that is out of reach for long is told by the watch, at the latest."""
+        """Take a server out of the router. If the router stays out of reach, the watch (recovery.py) does it later."""
         for _ in range(MAX_UNREACHED):
             try:
                 return await asyncio.wait_for(self._load_balancer.remove_servers.remote(server_ids=[name]), ROUTER_S)
@@ -101,9 +101,9 @@ class _Request(LLMServerClient):
                 return None
 
     async def _reach(self, request_id: str, **kwargs: Any) -> TokenOutput:
-        """verl's `generate`, again where Ray cannot reach the server now: it lives, and stays in the router.
+        """Call verl's `generate`, and repeat it while Ray cannot reach the server, which lives and stays in the router.
 
-        Such a try is no loss of a server. Its tokens are lost, as the server has no way to hand them back.
+        Such a try does not count as a lost server. Its tokens are lost, because the server cannot hand them back.
         """
         for _ in range(MAX_UNREACHED):
             try:
@@ -115,14 +115,14 @@ class _Request(LLMServerClient):
 
 
 class FleetClient(FullyAsyncLLMServerClient, _Request):
-    """See the module's docstring."""
+    """The client whose turns outlive their servers; see the module's docstring."""
 
     def __init__(self, *args: Any, limits: HealthSettings, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.limits = limits
 
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
-        """One turn; see verl's. `stop_reason` is `GAVE_UP` where `attempts` servers died under it, or none was left."""
+        """Generate one turn, as verl's; `stop_reason` is `GAVE_UP` if `attempts` servers died or none is left."""
         before = _lost.set(0)
         try:
             return await super().generate(request_id, **kwargs)

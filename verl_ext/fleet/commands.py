@@ -1,6 +1,6 @@
-"""Commands to a run that goes on, as files in its folder: whoever sees the folder can give one, also without Ray.
+"""Commands to a run in progress, as files in its folder: whoever can write there can send one, even without Ray.
 
-A command writes `<id>.request.json` into `fleet_commands/`, the run renames it when it takes it, and writes
+The sender writes `<id>.request.json` into `fleet_commands/`. The run renames it when it takes it, and writes
 `<id>.answer.json`. A command that no run takes in time is withdrawn, so that no later run obeys it.
 """
 
@@ -17,7 +17,7 @@ from verl_ext.runs import durable
 
 FOLDER = "fleet_commands"
 TAKE_S = 20.0  # a run looks once a second
-ANSWER_S = 180.0  # of an answer that waits for a weight update
+ANSWER_S = 180.0  # for the answer, which may wait for a weight update
 _POLL_S = 0.1
 
 
@@ -26,17 +26,17 @@ class NoAnswer(RuntimeError):
 
 
 class Refused(ValueError):
-    """The run cannot do what it was told; the message says why."""
+    """The run cannot obey a command; the message says why."""
 
 
 def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float = ANSWER_S) -> Any:
-    """Tell a run something and wait for its answer.
+    """Send a run a command and wait for its answer.
 
     Args:
         run: folder of the run.
     Raises:
-        NoAnswer: nobody looks into the folder, or the run does not answer.
-        Refused: the run says no.
+        NoAnswer: no run looks into the folder, or the run does not answer.
+        Refused: the run refuses the command.
     """
     folder = run / FOLDER
     durable.make_folder(folder)
@@ -46,16 +46,16 @@ def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float 
     is_taken = False
     try:
         is_taken = _wait(lambda: not request.exists(), take_s)
-    finally:  # also where who asks is ended: no later run obeys
+    finally:  # even if this process is ended: no later run obeys
         if not is_taken:
-            with suppress(FileNotFoundError):  # taken in this moment
+            with suppress(FileNotFoundError):  # taken at this moment
                 request.unlink()
                 raise NoAnswer(
                     f"No run looked into {folder} within {take_s:.0f} s. Expected an RL run that goes on and has "
                     "servers of its own: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
                 )
     if not _wait(answer.exists, answer_s):
-        taken.unlink(missing_ok=True)  # nobody waits for an answer
+        taken.unlink(missing_ok=True)  # nobody waits for the answer
         raise NoAnswer(
             f"The run took {words} and did not answer within {answer_s:.0f} s. It may do it yet; see its log."
         )
@@ -87,13 +87,13 @@ class Command:
         self._tell({"refused": why})
 
     def _tell(self, told: dict[str, Any]) -> None:
-        if self.taken.exists():  # who asked waits still
+        if self.taken.exists():  # the sender still waits
             durable.write_text(self.taken.with_suffix("").with_suffix(".answer.json"), json.dumps(told))
             self.taken.unlink(missing_ok=True)
 
 
 def clear(run: Path) -> None:
-    """Remove what commands to an earlier start of the run have left, but for requests that may wait for this one."""
+    """Remove the files of commands to an earlier start of the run, except requests that may wait for this one."""
     for path in (run / FOLDER).glob("*.json*"):
         written = path.name.partition("_")[0]  # see `ask`
         is_young = written.isdigit() and abs(time.time_ns() - int(written)) < TAKE_S * 1e9
@@ -102,12 +102,12 @@ def clear(run: Path) -> None:
 
 
 def take(run: Path) -> Iterator[Command]:
-    """The commands that wait, oldest first."""
+    """Yield the commands that wait, oldest first."""
     for request in sorted((run / FOLDER).glob("*.request.json")):
         taken = request.with_suffix("").with_suffix(".taken.json")
         try:
             request.rename(taken)
-        except FileNotFoundError:  # withdrawn in this moment
+        except FileNotFoundError:  # withdrawn at this moment
             continue
         try:
             words = json.loads(taken.read_text(encoding="utf-8"))

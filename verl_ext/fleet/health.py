@@ -1,8 +1,8 @@
-"""Whether a server is alive, by its heartbeats and by its own word. No Ray, no engine: what happened is told, the clock
-is passed in.
+"""Decide whether a server is alive, by its heartbeats and its own reports. No Ray, no engine: events and the clock are
+passed in.
 
-There are two heartbeats. The engine's own error state says at once that its process is gone. An answer that came all
-the way through the engine's core is the only sign by which one that was stopped, or hangs, differs from one that works.
+There are two heartbeats. The engine's own error state shows at once that its process is gone. Only an answer that came
+all the way through the engine's core distinguishes a working engine from a suspended or hanging one.
 """
 
 import time
@@ -18,7 +18,7 @@ from verl_ext.fleet.modes import (
 from verl_ext.settings import HealthSettings
 
 KEY = "retool.fleet.health"
-MAX_LOOK_S = 10.0  # what counts of the time between two looks at a pulse: all of this process may have stood still
+MAX_LOOK_S = 10.0  # at most this much counts between two looks at a pulse: this whole process may have stood still
 
 
 class State(StrEnum):
@@ -29,7 +29,7 @@ class State(StrEnum):
 
 
 class Health:
-    """Of one server. It is silent since its last answer, as long as this process was there to hear one.
+    """The health of one server. Its silence since the last answer counts only while this process could hear one.
 
     Args:
         clock: seconds, as `time.monotonic`.
@@ -46,31 +46,31 @@ class Health:
         return self.state in (State.STARTING, State.WELL)
 
     def begins(self) -> None:
-        """Its first requests come, for which it may compile: it is young again."""
+        """Note that its first requests come, for which it may compile: it is young again."""
         self._born = self._clock()
         if self.state is State.WELL:
             self.state = State.STARTING
 
     def answered(self) -> None:
-        """The engine's core answered."""
+        """Note an answer of the engine's core."""
         self._silent_s, self._looked = 0.0, self._clock()
         if self.state is State.SUSPECTED:
             self.state = State.WELL
 
     def failed(self, why: str) -> None:
-        """Its process is gone, or says that its engine is."""
+        """Note that its process is gone, or reports that its engine is."""
         if self.state is not State.DEAD:
             self.state, self.why = State.DEAD, why
 
     def look(self, updating: bool = False, waited_s: float = 0.0) -> State:
-        """Judge it now; called every `every_s` seconds or so.
+        """Return its state now; call this about every `every_s` seconds.
 
         Args:
             updating: its weights change. Its core does not answer while it loads them.
-            waited_s: in which this process waited for something else since the last look, and would have heard it.
+            waited_s: seconds since the last look in which this process waited but would have heard an answer.
         """
         now, limits = self._clock(), self._limits
-        # This process may have stood still, too: of such a time no more counts than of a look that was in time.
+        # This process may have stood still as well: of that time, no more counts than for a look that was in time.
         passed_s, self._looked = min(now - self._looked, 2 * limits.every_s + waited_s), now
         if updating != self._was_updating:
             self._silent_s, self._was_updating = 0.0, updating
@@ -91,7 +91,7 @@ class Health:
 
 
 class Pulse:
-    """Of a thread that counts its rounds; others look whether it still does.
+    """The pulse of a thread that counts its rounds; other threads check that it still does.
 
     Args:
         clock: seconds, as `time.monotonic`.
@@ -102,7 +102,7 @@ class Pulse:
         self.rounds = 0
 
     def silent_s(self) -> float:
-        """How long it has ended no round, as far as somebody looked."""
+        """Return the seconds without a finished round, as far as somebody looked."""
         now = self._clock()
         passed_s, self._looked = min(now - self._looked, MAX_LOOK_S), now
         self._silent_s = self._silent_s + passed_s if self._seen == self.rounds else 0.0
@@ -111,7 +111,7 @@ class Pulse:
 
 
 def refusals(get: Callable[..., Any]) -> Iterator[str]:
-    """Why the servers of a run cannot be watched: `what is wrong -> what to do`, each; see `weight_update.refusals`."""
+    """Yield why a run's servers cannot be watched, `what is wrong -> what to do` each, as `weight_update.refusals`."""
     if not get(f"{KEY}.enable"):
         return
     yield from needs_servers_of_their_own(f"{KEY}.enable is true", f"{KEY}.enable=false", get)

@@ -1,7 +1,8 @@
-"""The servers of a run with servers of their own, while it goes on: which there are, one more, one less.
+"""The list of rollout servers of a run in progress, and the commands that add or remove one.
 
-verl's LLMServerManager has the list of them that a profile reads, its router the one that requests read, and its
-CheckpointEngineManager the one that gets weights. Here they change together, and never while weights do.
+Applies to runs whose servers have dedicated GPUs. verl keeps three lists: LLMServerManager has the one that a profile
+reads, its router the one that requests use, and CheckpointEngineManager the one that gets weights. All three change
+together here, and never during a weight update.
 """
 
 import asyncio
@@ -37,34 +38,34 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 LOOK_S = 1.0  # between two looks for commands
-START_S = 900.0  # for a server to start, where `retool.fleet.health.wait_s` says no other
-LEAVE_S = 120.0  # for a server that leaves to break its requests off; vLLM answers within seconds
-GRACE_S = 5.0  # for requests that the router has sent and that have not arrived; the server sends them back
-ANSWER_S = 5.0  # of a server that is asked for its version
+START_S = 900.0  # for a server to start, unless `retool.fleet.health.wait_s` sets another limit
+LEAVE_S = 120.0  # for a leaving server to abort its requests; vLLM answers within seconds
+GRACE_S = 5.0  # for requests that the router sent but that have not arrived yet; the server sends them back
+ANSWER_S = 5.0  # for a server to report the version of its weights
 ROUTER_S = 60.0  # for the router to answer; it takes milliseconds
 WAITS = "waits for weights"
 DEAD = "dead"
 
 
 class Members:
-    """See the module's docstring. Servers are known by verl's `replica_rank`, which no second one ever gets.
+    """The servers of one run, identified by verl's `replica_rank`, which is never reused.
 
     Args:
-        servers: of the servers on GPUs of their own; there are no others.
-        checkpoints: gives them weights. Where servers are watched, it also has them join (transfer.py).
+        servers: manages the servers, all of which have dedicated GPUs.
+        checkpoints: gives them weights. If servers are watched, it also lets them join (transfer.py).
     """
 
     def __init__(self, servers: "LLMServerManager", checkpoints: "CheckpointEngineManager"):
         self._servers, self._checkpoints = servers, checkpoints
-        # Held while weights change, and while the lists do; where servers are watched, that of `transfer.py`.
+        # Held while weights or the lists change. If servers are watched, it is the lock of `transfer.py`.
         self._lock = getattr(checkpoints, "lock", None) or threading.Lock()
         highest = max((each.replica_rank for each in checkpoints.replicas), default=-1)
         self._numbers = getattr(checkpoints, "numbers", None) or itertools.count(highest + 1)
         self._newcomers: list[RolloutReplica] | None = getattr(checkpoints, "newcomers", None)
         self._starting: set[int] = getattr(checkpoints, "starting", set())
         self._adding = threading.Lock()
-        self._coming: dict[int, str] = {}  # server -> how far it is
-        self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
+        self._coming: dict[int, str] = {}  # server -> its progress
+        self._ready: list[RolloutReplica] = []  # started, without weights yet; watched ones are in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
         self._setting = getter(servers.config)
         stays = "A run has the servers of its start", "start it again with as many servers as it needs", self._setting
@@ -75,7 +76,7 @@ class Members:
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
-        """A block in which all servers get weights; those that were added get their first ones, and join after it."""
+        """Enclose an update of all servers' weights; added servers get their first weights in it and join after it."""
         with self._lock:
             new, self._ready = self._ready, []
             self._set([*self._checkpoints.replicas, *new])
@@ -90,14 +91,14 @@ class Members:
 
     @contextmanager
     def obeying(self, run: Path) -> Iterator[None]:
-        """A block during which a thread looks for commands in the run's folder."""
+        """Run a thread that looks for commands in the run's folder until the block ends."""
         commands.clear(run)
         ended = threading.Event()
 
         def look() -> None:
             while not ended.wait(LOOK_S):
                 try:
-                    for command in commands.take(run):  # one that waits for an update holds no other up
+                    for command in commands.take(run):  # a command that waits for an update delays no other
                         threading.Thread(target=self.obey, args=(command,), name="fleet command", daemon=True).start()
                 except OSError:
                     logger.exception("fleet: a command in %s was not taken", run / commands.FOLDER)
@@ -111,7 +112,7 @@ class Members:
             thread.join()
 
     def obey(self, command: Command) -> None:
-        """Do what a command says, and answer it."""
+        """Execute a command and answer it."""
         try:
             self._obey(command)
         except OSError:
@@ -130,12 +131,12 @@ class Members:
                     raise Refused(f"Expected list, add, or remove and a number, got {words}.")
         except Refused as error:
             command.refuse(str(error))
-        except Exception as error:  # whatever it is: who gave the command gets it, the run goes on
+        except Exception as error:  # any: the sender gets it, and the run continues
             logger.exception("fleet: %s failed", command.words)
             command.refuse(f"{command.words} failed: {error!r}. The run's log has more.")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every server: its number, address, state, requests (of each rank as well), and the step of its weights."""
+        """Return each server's number, address, state, requests (in total and per rank), and its weights' step."""
         status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_S)
         slots = status.get("slots", status["servers"]) if self._router_knows_load else {}
         rows, coming = [], dict(self._coming)
@@ -157,12 +158,12 @@ class Members:
         """Start a server; it joins with the next weights.
 
         Raises:
-            Refused: Ray has no GPUs for it, or weights would not reach it.
+            Refused: Ray has no free GPUs, or weights would not reach the server.
         """
         self._refuse_changes()
-        rollout = self._servers.rollout_config  # as verl's replica.py:107: there may be no replica left to ask
+        rollout = self._servers.rollout_config  # as in verl's replica.py:107: no replica may be left to ask
         wanted = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        with self._adding:  # Ray counts GPUs as free until a server that starts has taken them
+        with self._adding:  # Ray counts GPUs as free until a starting server has taken them
             free, starting = free_gpus(), len(self._starting)
             if free < wanted * (1 + starting):
                 behind = f", with {starting} servers that start and may not have taken theirs" if starting else ""
@@ -180,7 +181,7 @@ class Members:
         try:
             start = partial(start_replica, self._servers, server)
             replica = start_in_time(start, stop_replica, self._setting("retool.fleet.health.wait_s", START_S))
-        except Exception as error:  # whatever it is: the run goes on with the servers that it has
+        except Exception as error:  # any: the run continues with the servers that it has
             logger.exception("fleet: server %d did not start", server)
             self._coming[server] = f"did not start: {error!r}"
             self._starting.discard(server)
@@ -189,17 +190,17 @@ class Members:
             if self._newcomers is None:
                 self._coming[server] = WAITS
                 self._ready.append(replica)
-            else:  # they join, or die, behind our back
+            else:  # the watch lets it join, or declares it dead
                 del self._coming[server]
                 self._newcomers.append(replica)
         self._starting.discard(server)
         logger.info("fleet: server %d has started and waits for weights", server)
 
     def remove(self, server: int) -> str:
-        """Send a server no more requests, and stop it when those that it has have ended or gone elsewhere.
+        """Send a server no more requests, and stop it when its running ones have ended or moved elsewhere.
 
         Raises:
-            Refused: there is no such server, it is the only one that lives, or weights would not reach the others.
+            Refused: there is no such server, it is the only live one, or weights would not reach the others.
         """
         self._refuse_changes()
         with self._lock:
@@ -213,7 +214,7 @@ class Members:
                 only = "the only one" if len(living) == 1 else "the only one that answers"
                 raise Refused(f"Server {server} is {only}: nothing would roll out. Add another one first.")
             (replica,) = [each for each in replicas if each.replica_rank == server]
-            router = self._servers.global_load_balancer  # first: where it does not answer, the server stays
+            router = self._servers.global_load_balancer  # first: if it does not answer, the server stays
             try:
                 ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
             except TimeoutError:  # the router may remove the server later: the next message adds the server again
@@ -232,21 +233,21 @@ class Members:
         try:
             asyncio.run(asyncio.wait_for(replica.abort_all_requests(reject_request=True), LEAVE_S))
             time.sleep(GRACE_S)
-        except Exception as error:  # it may be dead already: it is stopped in any case
+        except Exception as error:  # it may be dead already; it is stopped in any case
             hangs = isinstance(error, TimeoutError)
             logger.warning("fleet: server %d did not let go of its requests", server, exc_info=True)
-            if self._newcomers is not None:  # watched: only then its requests return with what they have
+            if self._newcomers is not None:  # only watched servers return the tokens of their requests
                 self._get_back(replica)
         try:
             stop_replica(replica, place_of(replica) if hangs else None)
             logger.info("fleet: server %d has left", server)
-        except Exception:  # of Ray, whatever it is: the run goes on
+        except Exception:  # any of Ray's: the run continues
             logger.exception("fleet: server %d gets no requests, and what it holds was not freed", server)
         finally:
             del self._leaving[server]
 
     def _get_back(self, replica: "RolloutReplica") -> None:
-        """The tokens of a server whose engine hangs or is dead; its front end has them (`FleetServer.give_up`)."""
+        """Get the tokens of a server whose engine hangs or is dead from its front end (`FleetServer.give_up`)."""
         try:
             ray.get(replica.server_handle.give_up.remote(), timeout=GIVE_UP_S)
             time.sleep(GRACE_S)
@@ -255,7 +256,7 @@ class Members:
 
     @property
     def _dead(self) -> Collection["RolloutReplica"]:
-        """Where servers are watched: those that are among the others until the next update."""
+        """The dead servers that stay in the lists until the next update; empty if servers are not watched."""
         return getattr(self._checkpoints, "dead", ())
 
     def _refuse_changes(self) -> None:
@@ -263,7 +264,7 @@ class Members:
             raise Refused(self._refusals)
 
     def _set(self, replicas: list["RolloutReplica"]) -> None:
-        """Lists of their own: verl's two managers begin with one and the same, and both add to theirs."""
+        """Set separate lists, because verl's two managers begin with the same list object and both append to it."""
         self._checkpoints.replicas = replicas
         self._servers.rollout_replicas = [*replicas]
         self._servers.server_handles = [each.server_handle for each in replicas]
@@ -271,7 +272,7 @@ class Members:
 
 
 def _version(replica: "RolloutReplica") -> int | None:
-    """The step whose weights a server has; None where it does not say so in time."""
+    """Return the step whose weights a server has, or None if it does not answer in time."""
     try:
         return ray.get(replica.server_handle.__ray_call__.remote(lambda server: server.global_steps), timeout=ANSWER_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):

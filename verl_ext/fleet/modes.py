@@ -1,5 +1,5 @@
-"""Which runs have servers of their own alone (verl's replica mode `standalone`), whose servers may come and go, and
-whose agent loops can turn to another server.
+"""Which runs have only servers on dedicated GPUs (verl's replica mode `standalone`), which can add and remove servers,
+and which have agent loops that can turn to another server.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -8,11 +8,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-IN_SERVER = "verl_ext.rollout.workers.InServerAgentLoopManager"  # known by its name, as its module had another one
+IN_SERVER = "verl_ext.rollout.workers.InServerAgentLoopManager"  # matched by class name only: the module was renamed
 
 
 def getter(config: DictConfig) -> Callable[..., Any]:
-    """`get` of the functions below, of a run that starts; the doctor has one of its own."""
+    """Return `get` of the functions below for a run that starts; the doctor has its own."""
 
     def get(key: str, default: Any = None) -> Any:
         value = OmegaConf.select(config, key)
@@ -22,17 +22,17 @@ def getter(config: DictConfig) -> Callable[..., Any]:
 
 
 def in_sentences(refusals: Iterable[str]) -> str:
-    """`what is wrong -> what to do`, each, as the text of an error."""
+    """Join refusals, `what is wrong -> what to do` each, into the text of an error."""
     return " ".join(" ".join(each.split()).replace(" -> ", ". ") for each in refusals)
 
 
 def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
-    """Why a run cannot have a setting that needs vLLM servers on GPUs of their own, and no others.
+    """Yield why a run cannot have a setting that needs all its vLLM servers on dedicated GPUs.
 
     Args:
-        setting: as the message says it, `retool.fleet.weight_update is keep`.
-        instead: what to set otherwise.
-        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+        setting: as the message spells it, such as `retool.fleet.weight_update is keep`.
+        instead: what to set instead.
+        get: (dotted key, default) -> value of the run, the default if it is absent or null.
     """
     trainer_mode, name = get("trainer.v1.trainer_mode"), get(f"{_ROLLOUT}.name")
     if trainer_mode != "separate_async":
@@ -49,7 +49,7 @@ def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., An
 
 
 def needs_servers_that_may_change(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
-    """Why weights would not reach other servers than those of their first update; the arguments are as above.
+    """Yield why weights would reach only the servers of the first update; the arguments are as above.
 
     verl 0.9.1, checkpoint_engine/nccl_checkpoint_engine.py:297, hccl_:215, kimi_:303.
     """
@@ -64,7 +64,7 @@ def needs_servers_that_may_change(setting: str, instead: str, get: Callable[...,
 
 
 def needs_loops_that_ask_for_servers(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
-    """Why agent loops would stay with the server that they have; the arguments are as above."""
+    """Yield why agent loops would stay with the server that they have; the arguments are as above."""
     manager = str(get(key := f"{_ROLLOUT}.agent.agent_loop_manager_class"))
     if manager.rpartition(".")[2] == IN_SERVER.rpartition(".")[2]:
         yield f"""{setting} with {key}={manager}: its agent loops run within the one server and ask no router -> Set

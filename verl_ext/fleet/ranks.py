@@ -1,6 +1,6 @@
 """A request for one data-parallel rank of a vLLM server: how the client names it, and how the server obeys.
 
-verl 0.9.1 leaves the rank to vLLM, which takes the least loaded: the next turn of a rollout may then find no cache.
+verl 0.9.1 leaves the rank to vLLM, which takes the least loaded one, where a rollout's next turn may find no cache.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class RankHandle:
 
 
 def ranks_of(server: Any) -> int:
-    """Data-parallel ranks of a server, by an actor handle. Asked for as a number: its config would import verl here.
+    """Return the number of data-parallel ranks of an actor handle's server. Its whole config would import verl here.
 
     Raises:
         ray.exceptions.RayError: it does not answer within a minute.
@@ -36,7 +36,7 @@ def ranks_of(server: Any) -> int:
 
 
 def obey_rank(servers: ModuleType) -> None:
-    """verl/workers/rollout/vllm_rollout/vllm_async_server.py, `run_server` and `generate` (0.9.1): with the rank."""
+    """Pass the rank on in verl/workers/rollout/vllm_rollout/vllm_async_server.py, `run_server`, `generate` (0.9.1)."""
     require_versions(VERL, "verl_ext/fleet/ranks.py")
     server = servers.vLLMHttpServer
     run_server, generate = server.run_server, server.generate

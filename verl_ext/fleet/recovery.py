@@ -1,7 +1,7 @@
-"""Dead servers leave the fleet and are replaced.
+"""Detect dead servers, take them out of the fleet, and replace them.
 
-`Fleet` watches from a thread of the trainer's process and decides by `health.py`; what an update of the weights makes
-of the dead and of the new ones is in `transfer.py`. For servers of their own (verl's replica mode standalone).
+`Fleet` watches from a thread of the trainer's process and decides by `health.py`; `transfer.py` has how a weight update
+treats dead and new servers. Applies to servers on dedicated GPUs (verl's replica mode standalone).
 """
 
 import asyncio
@@ -31,23 +31,23 @@ from verl_ext.settings import HealthSettings
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-ON_THEIR_WAY_S = 1.0  # for these answers, until the process is killed
-START_PAUSE_S = 10.0  # between two tries to start a replacement; doubles, up to
-MAX_START_PAUSE_S = 600.0  # so that a lost GPU does not spend the replacements of the run at once
+ON_THEIR_WAY_S = 1.0  # for the returned requests to arrive, before the process is killed
+START_PAUSE_S = 10.0  # between two tries to start a replacement; doubles up to MAX_START_PAUSE_S
+MAX_START_PAUSE_S = 600.0  # so that a lost GPU does not use up the run's replacements at once
 ROUTER_S = 10.0  # for the router to answer a round; it takes milliseconds
-LOCK_S = 1.0  # between two looks whether the watching goes on
-MAX_UNTOLD = 60  # rounds in a row in which the router could not be reached; the next one ends the run
+LOCK_S = 1.0  # between two checks that the watch still runs
+MAX_UNTOLD = 60  # consecutive rounds without reaching the router; one more ends the run
 
 
 @dataclass(eq=False)
 class _Server:
     replica: RolloutReplica
     health: Health
-    beat: asyncio.Future | None = None  # that was not answered yet
+    beat: asyncio.Future | None = None  # not answered yet
     has_answered: bool = False  # in this round
-    has_begun: bool = False  # it has weights, so that requests come
-    is_missed: bool = False  # the router was seen without it
-    was_missed: bool = False  # when its newest beat was sent: an answer to an older one may be older than its death
+    has_begun: bool = False  # it has weights, so requests come
+    is_missed: bool = False  # it was missing from the router
+    was_missed: bool = False  # at its newest beat: an answer to an older beat may predate its death
 
     @property
     def name(self) -> str:
@@ -55,15 +55,15 @@ class _Server:
 
 
 class Fleet:
-    """Watches the servers of a run and replaces dead ones.
+    """Watch the servers of a run and replace dead ones.
 
     Args:
         limits: `retool.fleet.health`.
-        weights: of the servers.
-        router: verl's load balancer, a Ray actor, whichever it is.
-        start: makes a replica of a number.
-        stop: frees all that a replica holds; is told the place of its process if that hangs. Both may block.
-        note: is told what happened, as `ServerJournal.note`.
+        weights: gives the servers their weights.
+        router: any of verl's load balancers, a Ray actor.
+        start: number -> a started replica.
+        stop: frees all that a replica holds; gets the node and pid of its process if that hangs. Both may block.
+        note: receives each event, as `ServerJournal.note` does.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Fleet:
         self._limits, self._weights, self._router, self._clock = limits, weights, router, clock
         self._start_replica, self._stop_replica, self._note = start, stop, note
         self._servers: list[_Server] = []
-        self._known: set[RolloutReplica] = set()  # that are or were watched
-        self._noted = {*weights.replicas}  # whose start is told
-        self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
+        self._known: set[RolloutReplica] = set()  # are or were watched
+        self._noted = {*weights.replicas}  # their start is in the journal or queued for it
+        self._events: deque[tuple[str, str, str]] = deque()  # not in the journal yet
         self._unwritten = self._untold = 0
-        self._waited_s = 0.0  # for a router that did not answer, in the last round
+        self._waited_s = 0.0  # for a router that did not answer in the last round
         self._left: set[str] = set()  # names of servers that died or were removed
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
-        self._arrival: asyncio.Future | None = None  # of newcomers, under way
+        self._arrival: asyncio.Future | None = None  # of newcomers, in progress
         self._actor_is_idle = self._is_exact = False
         self._closing = threading.Event()
         self._follow()
@@ -96,10 +96,10 @@ class Fleet:
     def of_run(
         cls, folder: Path | None, limits: HealthSettings, weights: FleetCheckpointManager, servers: LLMServerManager
     ) -> "Fleet":
-        """With servers as verl starts them.
+        """Return the fleet of a run whose servers verl started.
 
         Args:
-            folder: of the run, for its journal of servers; None: nothing is written.
+            folder: of the run, for its journal of servers; None: no journal is written.
         """
         start, note = partial(start_replica, servers), lambda *event: None
         if folder:
@@ -111,7 +111,7 @@ class Fleet:
     # The trainer's thread --------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start the watch in a separate thread."""
         self._weights.pulse = Pulse()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()), daemon=True, name="fleet")
         self._thread.start()
@@ -121,22 +121,22 @@ class Fleet:
         self._thread.join(timeout=GIVE_UP_S)
 
     def actor_waits(self, *, is_exact: bool) -> None:
-        """The actor does nothing until `actor_works`: newcomers can get weights from it.
+        """Note that the actor is idle until `actor_works`, so that newcomers can get weights from it.
 
         Args:
-            is_exact: the actor has the weights of the newest update. Otherwise newcomers are only let in where no other
-                server is left: their tokens are then of weights a part of a step newer than their version says.
+            is_exact: the actor has the weights of the newest update. Otherwise newcomers are only let in if no other
+                server is left: the weights of their tokens are then a fraction of a step newer than their version.
         """
         self._is_exact, self._actor_is_idle = is_exact, True
 
     def actor_works(self) -> None:
-        """Returns when no newcomer gets weights from it any more.
+        """Wait until no newcomer is getting weights from the actor.
 
         Raises:
-            RuntimeError: the watching itself failed, or stands still.
+            RuntimeError: the watch failed or is stuck.
         """
-        self._actor_is_idle = False  # no other one begins
-        while not self._weights.lock.acquire(timeout=LOCK_S):  # one that is under way ends
+        self._actor_is_idle = False  # no other transfer begins
+        while not self._weights.lock.acquire(timeout=LOCK_S):  # wait for a running one
             self._weights.check()
         self._weights.lock.release()
         self._weights.check()
@@ -150,7 +150,7 @@ class Fleet:
                 await self.round()
                 self._weights.pulse.rounds += 1
                 await asyncio.sleep(max(0.0, self._limits.every_s - (self._clock() - began)))
-        except Exception as error:  # whatever it is: the trainer raises it, also where it waits
+        except Exception as error:  # any: the trainer raises it, even while it waits
             logger.exception("watching the rollout servers failed")
             self._weights.fault = error
         finally:
@@ -158,14 +158,14 @@ class Fleet:
             self._write_events()
 
     async def round(self) -> None:
-        """Ask each server, judge it, tell the router."""
+        """Ask each server for a heartbeat, judge it, and update the router."""
         self._follow()
         for server in self._servers:
             server.has_answered = False
             if server.beat is None:
                 server.was_missed = server.is_missed
                 server.beat = asyncio.ensure_future(_beat(server.replica))
-                server.beat.add_done_callback(read)  # nobody reads that of a server which has left meanwhile
+                server.beat.add_done_callback(read)  # nobody reads the beat of a server that has left meanwhile
         if self._servers:
             await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
         odd = [error for server in self._servers if (error := _odd_error(server.beat))]
@@ -176,7 +176,7 @@ class Fleet:
         try:
             await asyncio.wait_for(self._tell_router(), ROUTER_S)
             self._untold, self._waited_s = 0, 0.0
-        except (ActorUnavailableError, TimeoutError) as error:  # the next round tells it
+        except (ActorUnavailableError, TimeoutError) as error:  # the next round tries again
             self._untold += 1
             self._waited_s = ROUTER_S if isinstance(error, TimeoutError) else 0.0
             if self._untold > MAX_UNTOLD:
@@ -199,9 +199,9 @@ class Fleet:
             raise RuntimeError(f"no server is left, and {spent}. Look into the log of the servers, and raise it")
 
     def _follow(self) -> None:
-        """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""
+        """Watch exactly the servers that belong to the run now; commands may add and remove some while none is dead."""
         weights = self._weights
-        # An update moves servers from either list to the other, and has them in both meanwhile.
+        # An update moves servers between the two lists, and has them in both meanwhile.
         members = dict.fromkeys([*weights.replicas, *weights.newcomers, *weights.replicas])
         for server in list(self._servers):
             if server.replica not in members and server.replica not in weights.dead:
@@ -209,7 +209,7 @@ class Fleet:
                 self._known.discard(server.replica)
                 self._left.add(server.name)
                 self._events.append(("removed", server.name, "by command"))
-        for replica in [*members, *weights.dead]:  # one that came since the last round may have died in an update
+        for replica in [*members, *weights.dead]:  # one that joined since the last round may have died in an update
             if replica not in self._known:
                 self._known.add(replica)
                 self._servers.append(_Server(replica, Health(self._limits, self._clock)))
@@ -218,7 +218,7 @@ class Fleet:
                 self._events.append(("started", replica.server_address, "by command"))
 
     def _write_events(self) -> None:
-        """To the journal, in their order. What a full disk does not take waits for the next round."""
+        """Write events to the journal in order. If the disk is full, they wait for the next round."""
         try:
             while self._events:
                 self._note(*self._events[0])
@@ -239,7 +239,7 @@ class Fleet:
                 logger.error("the heartbeat of %s failed", server.name, exc_info=odd)
                 health.failed(f"its heartbeat failed: {odd!r}")
             elif isinstance(error, ActorUnavailableError):
-                pass  # the network's silence
+                pass  # only silence: the network failed
             else:
                 health.failed("its process is gone" if isinstance(error, GONE) else "its engine is dead")
         if server.replica in self._weights.dead:
@@ -249,7 +249,7 @@ class Fleet:
         if state is State.DEAD:
             logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
             self._servers.remove(server)
-            self._left.add(server.name)  # the router is told at the end of this round
+            self._left.add(server.name)  # the router learns of it at the end of this round
             self._weights.dead.add(server.replica)
             self._burials.add(asyncio.ensure_future(self._bury(server)))
         elif state is not before:
@@ -260,18 +260,18 @@ class Fleet:
             self._weights.suspected.discard(server.replica)
 
     async def _tell_router(self) -> None:
-        """Servers that are well and have weights get requests, others do not; those of others are left alone.
+        """Let those of our servers get requests that are well and have weights; leave other servers untouched.
 
-        A dead server has left the router before. A client may have taken one out, for a death that no heartbeat has met
-        yet: it comes back with an answer to a beat that was sent since it was missed, alone. One that is removed by
-        command meanwhile leaves with the next round.
+        A dead server leaves in the round of its death. A client may have taken one out because of a death that no
+        heartbeat has noticed yet. It comes back only when it answers a beat that was sent after it was missed. A server
+        that a command removes meanwhile leaves in the next round.
         """
         wanted = {
             server.name: server.replica.server_handle
             for server in self._servers
             if server.health.takes_requests and server.replica in self._weights.replicas
         }
-        if self._weights.version is not None:  # before their first weights, the servers of the start are there, too
+        if self._weights.version is not None:  # the first servers are in the router before that
             for server in self._servers:
                 if server.name in wanted and not server.has_begun:
                     server.has_begun = True
@@ -291,16 +291,16 @@ class Fleet:
             await self._router.remove_servers.remote(gone)
 
     def _let_newcomers_in(self) -> None:
-        """In a thread beside the heartbeats, which go on: a newcomer may die under it, too."""
+        """Give newcomers weights. Runs in a thread next to the heartbeats, because a newcomer may die during it."""
         with self._weights.lock:
             is_last_resort = not any(each not in self._weights.dead for each in self._weights.replicas)
             if self._actor_is_idle and (self._is_exact or is_last_resort):
                 self._weights.let_newcomers_in()
 
     async def _bury(self, server: _Server) -> None:
-        """Get back what its requests have, free what it holds, start another."""
+        """Get back the tokens of its requests, free its GPUs and processes, and start a replacement."""
         self._events.append(("died", server.name, server.health.why))
-        self._weights.starting.add(server.replica.replica_rank)  # what it frees is for its replacement
+        self._weights.starting.add(server.replica.replica_rank)  # the GPUs that it frees are for its replacement
         hangs = False
         try:
             await asyncio.wait_for(_answer(server.replica.server_handle.give_up), GIVE_UP_S)
@@ -310,7 +310,7 @@ class Fleet:
             logger.warning("server %s did not hand back its requests: %r", server.name, error)
         try:
             await _in_thread(self._stop, server.replica, hangs)
-        except Exception:  # of Ray, whatever it is: the others live, and another may start all the same
+        except Exception:  # any of Ray's: the others live, and a replacement may start all the same
             logger.exception("server %s is dead, and what it holds was not freed", server.name)
         try:
             await self._replace(server.name)
@@ -327,7 +327,7 @@ class Fleet:
             try:
                 start = partial(self._start_replica, next(self._weights.numbers))
                 replica = await _in_thread(start_in_time, start, self._stop, self._limits.wait_s)
-            except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
+            except Exception as error:  # of vLLM, Ray or the machine: the cause may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
                 if self._starts < self._limits.max_replacements:
@@ -347,14 +347,14 @@ class Fleet:
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """As `asyncio.to_thread`, but neither the end of the loop nor of the process waits for it: Ray may not answer."""
+    """Run like `asyncio.to_thread`, but hold up neither the loop's nor the process's end: Ray may not answer."""
     answer: Future = Future()
 
     def run() -> None:
         if answer.set_running_or_notify_cancel():
             try:
                 answer.set_result(function(*args))
-            except Exception as error:  # whatever it is: it is raised where it was called
+            except Exception as error:  # any: it is raised at the call
                 answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="fleet's call").start()
@@ -366,14 +366,15 @@ async def _answer(method: Any) -> None:
 
 
 async def _beat(replica: RolloutReplica) -> None:
-    """Of a server, and of the workers beside it, which get its weights: each is a process of its own. Ray answers
-    `__ray_ready__` beside an actor's event loop, also where that hangs; a method of the worker runs in it.
+    """Wait for the heartbeat of a server and of its workers, separate processes that get its weights.
+
+    A worker's method runs in the actor's event loop. Ray answers `__ray_ready__` outside it, even if the loop hangs.
     """
     workers = [worker.get_replica_rank.remote() for worker in replica.workers]
     await asyncio.gather(replica.server_handle.beat.remote(), *workers)
 
 
 def _odd_error(beat: asyncio.Future) -> BaseException | None:
-    """Of a heartbeat that failed neither by a death nor by the network."""
+    """Return the error of a heartbeat that failed neither by a death nor by the network, else None."""
     error = beat.exception() if beat.done() else None
     return None if error is None or isinstance(error, ActorUnavailableError) or is_death(error) else error

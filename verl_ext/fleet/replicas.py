@@ -1,4 +1,4 @@
-"""Starts and stops one server on GPUs of its own, while a run goes on. Imports no vLLM: the registry's class does."""
+"""Start and stop one server on dedicated GPUs while a run continues. Only the registry's class imports vLLM."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
-from ray._private import state  # what Ray's head knows; the public way to it needs Ray's dashboard
+from ray._private import state  # what Ray's head knows; the public API for it needs Ray's dashboard
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from verl.workers.rollout.replica import RolloutReplica
 
 logger = logging.getLogger(__name__)
-GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
+GIVE_UP_S = 15.0  # for a server to return its requests; one whose own process hangs never does
 KILL_S = 15.0  # for Ray to start a task on a node
 FREE_S = 30.0  # for Ray to take the GPUs of a server back; it takes some tenths of a second
 
 
 def start_replica(servers: "LLMServerManager", number: int) -> "RolloutReplica":
-    """As verl's `_initialize_llm_servers` (llm_server.py:393, 0.9.1); it has no weights yet.
+    """Start a replica, without weights, as verl's `_initialize_llm_servers` does (llm_server.py:393, 0.9.1).
 
     Args:
         number: verl's `replica_rank`, which no other server of the run ever had.
 
     Raises:
-        ValueError: Ray has no GPUs for it. Others: it does not start.
+        ValueError: Ray has no GPUs for it. Other errors: it does not start.
     """
     rollout = servers.rollout_config
     arguments = {"config": rollout, "model_config": servers.model_config, "gpus_per_node": rollout.n_gpus_per_node}
@@ -49,17 +49,17 @@ def start_replica(servers: "LLMServerManager", number: int) -> "RolloutReplica":
 def start_in_time(
     start: Callable[[], "RolloutReplica"], stop: Callable[["RolloutReplica"], None], wait_s: float
 ) -> "RolloutReplica":
-    """A start that has an end, which Ray's wait for GPUs has not. What starts later is stopped: it would be nobody's.
+    """Start within a time limit, which Ray's wait for GPUs lacks. A replica that starts later is stopped.
 
     Raises:
-        TimeoutError: it took longer. Others: those of `start`.
+        TimeoutError: it took longer. Other errors: those of `start`.
     """
     answer: Future = Future()
 
     def run() -> None:
         try:
             answer.set_result(start())
-        except Exception as error:  # whatever it is: it is raised where the start was wanted
+        except Exception as error:  # any: it is raised to the caller
             answer.set_exception(error)
 
     def stop_late(answer: Future) -> None:
@@ -71,7 +71,7 @@ def start_in_time(
     try:
         return answer.result(timeout=wait_s)
     except TimeoutError as error:
-        if answer.done():  # in the last moment, or the error is of the start itself
+        if answer.done():  # at the last moment, or `start` itself raised the error
             return answer.result()
         answer.add_done_callback(stop_late)
         raise TimeoutError(
@@ -80,7 +80,7 @@ def start_in_time(
 
 
 def place_of(replica: "RolloutReplica") -> tuple[str, int] | None:
-    """Node and process of a server that lives, as Ray's head knows them: the server itself may hang."""
+    """Return the node and pid of a live server, else None. Ray's head is asked, because the server may hang."""
     known = state.actors(replica.server_handle._actor_id.hex())
     return (known["Address"]["NodeID"], known["Pid"]) if known.get("State") == "ALIVE" else None
 
@@ -88,11 +88,11 @@ def place_of(replica: "RolloutReplica") -> tuple[str, int] | None:
 def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = None) -> None:
     """End the processes of a server, dead or alive, and give its GPUs back to Ray.
 
-    Returns when Ray has taken them back, so that another server can start on them at once: verl raises where they are
-    not free (ray/base.py:239). Others may stop and start meanwhile.
+    Return once Ray has taken them back, so that another server can start on them at once: verl raises if they are not
+    free (ray/base.py:239). Other servers may stop and start meanwhile.
 
     Args:
-        hanging: node and process of its server, where that does not answer: Ray asks a process to end itself.
+        hanging: node and pid of its server if that does not answer, because Ray only asks a process to end itself.
     """
     if hanging is not None:
         node, pid = hanging
@@ -109,8 +109,8 @@ def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = No
         ray.util.remove_placement_group(group)
     held = tuple(group.id.hex() for group in groups)
     deadline = time.monotonic() + FREE_S
-    # What a group holds is a resource of its own, "GPU_group_0_<id>", as long as the node has not taken it back. The
-    # group's state is REMOVED at once.
+    # A group's GPUs are a separate resource, "GPU_group_0_<id>", until the node has taken them back. The group's state
+    # does not show it: it is REMOVED at once.
     while left := [each for each in ray.cluster_resources() if each.endswith(held)]:
         if time.monotonic() > deadline:
             logger.warning("Ray has not taken back %s of a server that was stopped %g s ago.", left, FREE_S)
@@ -119,7 +119,7 @@ def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = No
 
 
 def free_gpus() -> float:
-    """As verl's ResourcePoolManager counts."""
+    """Return Ray's free GPUs, or NPUs, counted as by verl's ResourcePoolManager."""
     resources = ray.available_resources()
     return resources.get("GPU", 0) or resources.get("NPU", 0)
 

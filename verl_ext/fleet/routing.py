@@ -1,12 +1,12 @@
 """Which server a request goes to: consistent hashing with bounded load, sticky per rollout. No Ray, no vLLM.
 
-A slot is what has a KV cache of its own: a server, or one data-parallel rank of it ("server/rank"), as GLM-5's
-DP-aware routing has it (arXiv:2602.15763). All turns of a rollout go to one slot, whose cache has those so far. The
-slot of a first turn is the next one on a ring of hashes that has room.
+A slot is whatever has its own KV cache: a server, or one of its data-parallel ranks ("server/rank"), as in GLM-5's
+DP-aware routing (arXiv:2602.15763). All turns of a rollout go to one slot, whose cache holds the turns so far. The
+slot of a first turn is the next one with room on a ring of hashes.
 
 Source: Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads (SODA 2018, arXiv:1608.01350), c = 1.25.
-Departures: the load is that of requests under way, so that later turns may exceed the bound; what has a slot stays
-there when the bound moves; and a slot that failed gets nothing for a while.
+Departures: the load counts running requests, so later turns may exceed the bound; a rollout keeps its slot when the
+bound moves; and a slot that failed gets nothing for a while.
 """
 
 import bisect
@@ -16,29 +16,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-LOAD_FACTOR = 1.25  # c: first turns take a slot to this times the mean load at the most
+LOAD_FACTOR = 1.25  # c: first turns load a slot to at most this times the mean load
 POINTS = 128  # of a slot on the ring; the shares of the slots differ by about 1 / sqrt(128) = 9%
 HALF_LIFE_S = 30.0  # of a failure penalty
 WELL = 0.5  # a slot with a higher penalty is avoided: for 30 s after one failure, for 90 s after four at once
 
 
 class NoServerError(RuntimeError):
-    """There is no server to route to: infrastructure failed. verl's client knows it by the words in the message."""
+    """There is no server to route to: infrastructure failed. verl's client recognizes it by the message's words."""
 
 
 class Router:
-    """See the module's docstring. For one thread.
+    """A ring of slots with bounded load; see the module's docstring. Not thread-safe.
 
     Args:
-        slots: those at the start.
+        slots: the initial ones.
         clock: seconds that only grow.
     """
 
     def __init__(self, slots: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._slots: dict[str, None] = {}  # in the order in which they came
+        self._slots: dict[str, None] = {}  # in order of arrival
         self._ring: list[tuple[int, str]] = []
-        self._load: Counter[str] = Counter()  # requests under way; of slots that have left, too
+        self._load: Counter[str] = Counter()  # running requests, also of slots that have left
         self._penalties: dict[str, tuple[float, float]] = {}  # slot -> (value, when it was that)
         self._of_rollout: dict[str, str] = {}
         for slot in slots:
@@ -49,11 +49,11 @@ class Router:
         return tuple(self._slots)
 
     def load(self, slot: str) -> int:
-        """Requests of a slot that are under way, also when it has left."""
+        """Return the number of a slot's running requests, even if it has left."""
         return self._load[slot]
 
     def acquire(self, rollout: str) -> str:
-        """The slot for a rollout's next request: that of its last one, if it is there and well.
+        """Return the slot for a rollout's next request: the last one's slot if it is present and well.
 
         Raises:
             NoServerError: there is no slot.
@@ -66,18 +66,18 @@ class Router:
         return slot
 
     def release(self, rollout: str, slot: str) -> None:
-        """The request ended, whether it failed or not; the rollout stays where it is."""
+        """Note that a request ended or failed; the rollout keeps its slot."""
         if self._load[slot] > 1:
             self._load[slot] -= 1
         else:
             del self._load[slot]
 
     def end(self, rollout: str) -> None:
-        """The rollout ended. If it goes on nevertheless, it is placed as a new one, mostly where it was."""
+        """Note that a rollout ended. If it continues nevertheless, it is placed as a new one, mostly where it was."""
         self._of_rollout.pop(rollout, None)
 
     def add(self, slot: str) -> None:
-        """A new slot. It gets first turns at once; running rollouts stay where their turns are cached."""
+        """Add a slot. It gets first turns at once; running rollouts stay where their turns are cached."""
         self._penalties.pop(slot, None)
         if slot in self._slots:
             return
@@ -85,26 +85,26 @@ class Router:
         self._ring = sorted(self._ring + [(_position(f"{slot}#{point}"), slot) for point in range(POINTS)])
 
     def remove(self, slot: str) -> None:
-        """It gets no further request: its rollouts go elsewhere at their next one."""
+        """Give a slot no further requests; its rollouts move elsewhere with their next one."""
         self._slots.pop(slot, None)
         self._penalties.pop(slot, None)
         self._ring = [point for point in self._ring if point[1] != slot]
 
     def failed(self, slot: str) -> None:
-        """A request failed there. While others are better, the slot is avoided, by running rollouts, too.
+        """Note that a request failed at a slot. While others are better, even running rollouts avoid it.
 
-        A dead server fails at once and is therefore the least loaded of all: by load alone it would attract requests.
+        A dead server fails at once and is therefore the least loaded: by load only, it would attract requests.
         """
         if slot in self._slots:
             self._penalties[slot] = (self._penalty(slot) + 1, self._clock())
 
     def _penalty(self, slot: str) -> float:
-        """Failures, each counted the less the longer ago it was."""
+        """Return the number of failures, each halved every HALF_LIFE_S seconds."""
         value, since = self._penalties.get(slot, (0.0, 0.0))
         return value * 0.5 ** ((self._clock() - since) / HALF_LIFE_S) if value else 0.0
 
     def _usable(self) -> set[str]:
-        """The slots that are well; where none is, those that fail at most twice as much as the best."""
+        """Return the slots that are well, or if none is, those with at most twice the best slot's penalty."""
         if not self._slots:
             raise NoServerError(
                 "No available servers in load balancer: all have left or died. See the log of the rollout servers."
@@ -114,7 +114,7 @@ class Router:
         return {slot for slot, penalty in penalties.items() if penalty <= limit}
 
     def _place(self, rollout: str, usable: set[str]) -> str:
-        """The first usable slot after the rollout's hash that has room; there is one, as 1 < c."""
+        """Return the first usable slot with room after the rollout's hash; there is one because 1 < c."""
         total = sum(self._load[slot] for slot in usable) + 1
         room = math.ceil(LOAD_FACTOR * total / len(usable))
         start = bisect.bisect(self._ring, (_position(rollout), ""))
@@ -126,5 +126,5 @@ class Router:
 
 
 def _position(text: str) -> int:
-    """On the ring, the same in every process."""
+    """Return a text's position on the ring, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,7 +1,7 @@
 """verl's vLLM server in each mode of `retool.fleet.weight_update`, and the replicas that start it.
 
-verl 0.9.1 updates servers of their own (checkpoint_engine/base.py:510) by `abort_all_requests`, the transfer, which
-ends with `clear_kv_cache` and `set_global_steps`, and `resume_generation`. The classes here change what these do.
+verl 0.9.1 updates servers on dedicated GPUs (checkpoint_engine/base.py:510) by `abort_all_requests`, the transfer
+(which ends with `clear_kv_cache` and `set_global_steps`), and `resume_generation`. The classes here change these steps.
 Line numbers are of workers/rollout/vllm_rollout/vllm_async_server.py. Imports vLLM.
 """
 
@@ -21,23 +21,23 @@ from verl_ext.fleet.boundaries import Boundaries
 from verl_ext.fleet.watched import WatchedServer
 
 logger = logging.getLogger(__name__)
-LANDING_TIMEOUT_S = 60.0  # for requests on their way into the engine, as verl's own gate has it (:77)
+LANDING_TIMEOUT_S = 60.0  # for requests on their way into the engine, as in verl's own gate (:77)
 
 
 class FleetServer(WatchedServer):
-    """A server that says of each token which weights sampled it. An update breaks its running requests off (`abort`).
+    """A server that reports which weights sampled each token. An update interrupts its running requests (`abort`).
 
-    verl's `abort` waits up to 60 s until every request has had an output (:1043), which for our agent loop is its last.
+    verl's `abort` waits up to 60 s until every request has an output (:1043), for our agent loop its last one.
     And verl reads a request's version when the request has ended (:689), which may be after the update.
     """
 
-    pause: Mapping[str, Any] = {"mode": "abort", "clear_cache": True}  # for an update: of vLLM's `pause_generation`
+    pause: Mapping[str, Any] = {"mode": "abort", "clear_cache": True}  # of vLLM's `pause_generation`, for an update
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        """verl's hook at the end of `__init__`."""
+        """Set up state in verl's hook at the end of `__init__`."""
         super()._post_init(cuda_visible_devices)
         self._boundaries = Boundaries()
-        self._landing: set[str] = set()  # admitted, and not in the engine yet
+        self._landing: set[str] = set()  # admitted, but not in the engine yet
         self._beginning_again: set[str] = set()
 
     async def run_server(self, args: argparse.Namespace) -> None:
@@ -52,22 +52,22 @@ class FleetServer(WatchedServer):
         self.engine.add_request = add_request
 
     def _prepared(self, prompt: Any) -> Any:
-        """What the engine gets of a prompt."""
+        """Return a prompt as the engine gets it."""
         return prompt
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *rest: Any, **kwargs: Any
     ) -> TokenOutput:
-        """As verl's (:558), with `version_runs` among the extra fields: (tokens, version), oldest first."""
+        """Generate as verl's (:558), with `version_runs` among the extra fields: (tokens, version), oldest first."""
         try:
             while True:
-                # It takes keys out of the parameters.
+                # A copy, because verl's takes keys out of the parameters.
                 output = await super().generate(prompt_ids, dict(sampling_params), request_id, *rest, **kwargs)
                 if request_id not in self._beginning_again:
                     break
                 self._beginning_again.discard(request_id)
             runs = self._boundaries.end(request_id, len(output.token_ids))
-            output.extra_fields.setdefault("version_runs", runs)  # it is there from a server that decodes for this one
+            output.extra_fields.setdefault("version_runs", runs)  # already set if another server decodes for this one
             return output
         finally:
             self._boundaries.forget(request_id)
@@ -82,7 +82,7 @@ class FleetServer(WatchedServer):
         return rejected
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Pause for an update (:931), or break all requests off, as the server is about to leave (`reject_request`).
+        """Pause for an update (:931), or abort all requests because the server is about to leave (`reject_request`).
 
         Raises:
             TimeoutError: an admitted request did not reach the engine.
@@ -101,10 +101,10 @@ class FleetServer(WatchedServer):
                 await asyncio.sleep(0.001)
             leave = {"mode": "abort", "clear_cache": reset_prefix_cache}
             await self.engine.pause_generation(**(leave if reject_request else self.pause))
-        return {"aborted_count": 0, "request_ids": []}  # which nothing reads
+        return {"aborted_count": 0, "request_ids": []}  # nothing reads this
 
     async def resume_engine_generation(self) -> None:
-        """Go on after an update (:1006); here the running requests cross it."""
+        """Resume after an update (:1006); this is where the running requests cross it."""
         if self.node_rank == 0:
             await self._read_all_outputs()
             states = self.engine.output_processor.request_states.values()
@@ -117,8 +117,8 @@ class FleetServer(WatchedServer):
     async def _read_all_outputs(self) -> None:
         """Wait until vLLM's front end has counted every token that the engine sampled before it paused.
 
-        The engine's answer to the pause came after its last tokens, on the same way, so that they are in the queue of
-        the front end's one reader. An empty message after them is taken out when all before it are counted.
+        The engine answered the pause after its last tokens and over the same channel, so they are already in the queue
+        of the front end's only reader. An empty message put after them is taken out once all before it are counted.
         """
         queue = self.engine.engine_core.outputs_queue
         queue.put_nowait(EngineCoreOutputs())
@@ -131,15 +131,14 @@ class FleetServer(WatchedServer):
 class StandaloneServer(FleetServer):
     """A server whose running requests outlive an update.
 
-    A request that has no token yet when weights change begins again: it is a new one, and all of it is of the new
-    version.
+    A request without a token when weights change begins again as a new one, so that all of it is of the new version.
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        """As above.
+        """Set up as above.
 
         Raises:
-            ValueError: the server shares its GPUs with another model, or the model has images, whose embeddings vLLM
+            ValueError: the server shares its GPUs with another model, or the model takes images, whose embeddings vLLM
                 caches without regard to versions.
         """
         super()._post_init(cuda_visible_devices)
@@ -152,29 +151,29 @@ class StandaloneServer(FleetServer):
 
 
 class DrainServer(StandaloneServer):
-    """Running requests end before an update, with the weights that they have."""
+    """A server whose running requests end before an update, with the old weights."""
 
     pause = {"mode": "wait", "clear_cache": True}
 
 
 class KeepServer(StandaloneServer):
-    """Running requests stand still during an update, and go on after it with their KV cache."""
+    """A server whose running requests pause during an update and then continue with their KV cache."""
 
     pause = {"mode": "keep", "clear_cache": False}
 
     def _prepared(self, prompt: Any) -> Any:
-        """With a salt: vLLM gives out cached blocks to requests of the same salt alone, here of the same version."""
+        """Add a salt: vLLM shares cached blocks only among requests of the same salt, here of the same version."""
         return prompt | {"cache_salt": f"{prompt.get('cache_salt', '')}weights {self.global_steps}"}
 
     async def clear_kv_cache(self) -> None:
-        """The cache stays: running requests go on with it, and new ones have another salt."""
+        """Keep the cache: running requests continue with it, and new ones have another salt."""
 
     async def wait_for_requests_to_drain(self) -> None:
-        """Nothing drains. verl's replica asks before it frees the cache, which `keep` does not have it do."""
+        """Wait for nothing: verl's replica calls this before it frees the cache, which `keep` rules out."""
 
 
 class FleetReplica(vLLMReplica):
-    """Starts `server_type`; reward and teacher models keep verl's server, as their weights do not change."""
+    """Starts `server_type`; reward and teacher models keep verl's server because their weights do not change."""
 
     server_type = FleetServer
 

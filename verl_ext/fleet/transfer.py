@@ -1,8 +1,8 @@
-"""An update of the weights that no dead server holds up: verl's `CheckpointEngineManager`, step by step.
+"""A weight update that no dead server holds up: verl's `CheckpointEngineManager`, step by step.
 
-It passes over servers that die under it, are declared dead (`recovery.py`), or cannot be reached for a moment, and
-gives new ones their weights. For servers of their own (verl's replica mode standalone). Line numbers are of verl 0.9.1,
-checkpoint_engine/base.py.
+It skips servers that die during it, are declared dead (`recovery.py`), or cannot be reached for a moment, and gives new
+ones their weights. Applies to servers on dedicated GPUs (verl's replica mode standalone). Line numbers are of verl
+0.9.1, checkpoint_engine/base.py.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ from verl_ext.rollout.liveness import GONE
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-UNWATCHED_S = 120.0  # without a round of the watching; one takes a second or two, or some more where a router is away
-POLL_S = 0.1  # how soon an update of the weights passes over a replica that was declared dead
+UNWATCHED_S = 120.0  # without a round of the watch, which takes a second or two, or longer if the router is away
+POLL_S = 0.1  # how soon a weight update skips a replica that was declared dead
 
 
 class FleetCheckpointManager(CheckpointEngineManager):
-    """See the module's docstring.
+    """verl's manager of weight updates, which skips dead servers.
 
     Attributes:
         replicas: those that have weights, as verl's.
-        newcomers: started, and without weights yet, in place of a dead one or added by command; or an update did
-            without them, as they were silent or could not be reached.
-        starting: numbers of those that start by command, and of dead ones in whose place one starts.
+        newcomers: replicas that started and have no weights yet (replacements, or added by command), and those that an
+            update skipped because they were silent or could not be reached.
+        starting: numbers of replicas that start by command, and of dead ones whose replacement starts.
         dead: replicas that nothing waits for.
-        failures: why those of them are dead that an update found.
-        version: of the newest update of all replicas.
-        lock: held by what needs the actor's weights, or who has weights, to stay as they are.
-        numbers: for new replicas, each given once.
-        suspected: replicas that are silent: an update does without them, and they come back as newcomers.
-        updating: replicas that load weights now: their engines need not answer.
-        pulse: of the watching, while there is one.
-        fault: why nobody watches the replicas any more: one that hangs would be declared dead by nobody.
+        failures: the error of each dead replica that failed in an update.
+        version: of the newest update that went to all replicas.
+        lock: held by code that needs the actor's weights, and the lists of replicas, to stay unchanged.
+        numbers: of new replicas, each used once.
+        suspected: silent replicas, which an update skips and which come back as newcomers.
+        updating: replicas that are loading weights: their engines need not answer.
+        pulse: of the watch, while it runs.
+        fault: why nobody watches the replicas any more, so that a hanging one would not be declared dead.
     """
 
     def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
@@ -63,8 +63,8 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.fault: Exception | None = None
 
     def check(self) -> None:
-        """Raises RuntimeError: nobody watches the replicas any more."""
-        pulse = self.pulse  # the thread that watches takes it away
+        """Raise RuntimeError if nobody watches the replicas any more."""
+        pulse = self.pulse  # the watching thread removes it when it ends
         if self.fault is None and pulse is not None and (silent_s := pulse.silent_s()) > UNWATCHED_S:
             self.fault = TimeoutError(
                 f"the watching of the servers has not ended a round for {silent_s:.0f} s (is the Ray head gone?)"
@@ -77,14 +77,14 @@ class FleetCheckpointManager(CheckpointEngineManager):
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's (:510), of the replicas that answer each of its calls, newcomers among them."""
+        """Update as verl's (:510), but only the replicas that answer each call, newcomers included."""
         with self.lock:
             metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
             self.version = global_steps
         return metrics
 
     def let_newcomers_in(self) -> None:
-        """Give the weights of the newest update to newcomers alone. The actor must have them still."""
+        """Give only newcomers the weights of the newest update, which the actor must still have."""
         with self.lock:
             asyncio.run(self._update(list(self.newcomers), self.version))
 
@@ -108,7 +108,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
     async def _transfer(
         self, replicas: list[RolloutReplica], version: int | None
     ) -> tuple[list[RolloutReplica], dict[str, Any]]:
-        """The steps of verl's; returns the replicas that answered in all of them, and the sender's metrics."""
+        """Run the steps of verl's update; return the replicas that answered in all, and the sender's metrics."""
         living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
         living = await self._of_living(living, lambda replica: replica.release_kv_cache())
         self.updating = frozenset(living)
@@ -131,7 +131,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         return await self._of_living(living, lambda replica: replica.resume_generation()), metrics
 
     async def _in_one_group(self, replicas: list[RolloutReplica]) -> list[RolloutReplica]:
-        """verl's `build_process_group` (:422), which a worker that is gone ends and one that hangs holds for ever."""
+        """Replace verl's `build_process_group` (:422), which a dead worker ends and a hanging one blocks forever."""
         actor, prepared = self.actor_wg, {}
 
         def all_ranks(group: RayWorkerGroup, method: str, **arguments: list[Any]) -> list[Any]:
@@ -159,7 +159,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         call: Callable[[RayWorkerGroup], list[Any]],
         of_actor: Sequence[asyncio.Future] = (),
     ) -> list[RolloutReplica]:
-        """Call all workers of the replicas as one group; returns the replicas whose workers all answered."""
+        """Call all workers of the replicas as one group; return the replicas whose workers all answered."""
         if not replicas:
             return []
         answers = iter(call(_group(replicas)))
@@ -172,9 +172,9 @@ class FleetCheckpointManager(CheckpointEngineManager):
         call: Callable[[RolloutReplica], Awaitable[Any]],
         of_actor: Sequence[asyncio.Future] = (),
     ) -> list[RolloutReplica]:
-        """Call each replica; returns those that answered.
+        """Call each replica; return those that answered.
 
-        Who dies under the call, fails in it, is declared dead, or cannot be reached, is left out.
+        A replica that dies during the call, fails in it, is declared dead, or cannot be reached is left out.
 
         Args:
             of_actor: calls of the actor that the replicas wait for: if one fails, they would wait for ever.
@@ -198,7 +198,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         return self._living({replica: each for replica, each in calls.items() if replica not in self.dead})
 
     def _living(self, calls: dict[RolloutReplica, asyncio.Future]) -> list[RolloutReplica]:
-        """Of calls that have ended. Who failed for a reason of its own, a CUDA error, is as good as dead."""
+        """Return the replicas whose ended calls succeeded. One with its own error (CUDA) counts as dead."""
         living, failed = [], {}
         for replica, each in calls.items():
             if (error := each.exception()) is None:
@@ -220,12 +220,12 @@ class FleetCheckpointManager(CheckpointEngineManager):
 
 
 def are_alike(errors: Sequence[BaseException]) -> bool:
-    """Whether several servers failed by errors of one kind: that is our fault. Of one alone nobody can tell."""
+    """Return whether several servers failed with one kind of error, our fault. A single failure does not show that."""
     return len(errors) > 1 and len({type(error).__name__ for error in errors}) == 1
 
 
 def read(call: asyncio.Future) -> None:
-    """For `add_done_callback` of a call whose error may be of no interest to anyone: asyncio would complain."""
+    """Read a call's error, for `add_done_callback`: asyncio complains about an error that nobody reads."""
     if not call.cancelled():
         call.exception()
 
@@ -247,9 +247,9 @@ def _group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether a call of a server or of its worker failed because process or engine are gone.
+    """Return whether a call of a server or of its worker failed because the process or the engine is gone.
 
-    ActorUnavailableError, a RayActorError as well, is not: for Ray the process lives and cannot be reached now.
+    ActorUnavailableError, also a RayActorError, is no death: to Ray, the process lives and cannot be reached now.
     """
     if isinstance(error, ActorUnavailableError):
         return False

@@ -1,7 +1,7 @@
-"""verl's vLLM server that tells whether its engine lives and, when it does not, hands back what its requests have.
+"""verl's vLLM server, extended to report whether its engine lives and to return the tokens of a dead engine's requests.
 
-vLLM's engine is a process of its own (`EngineCore`). The server beside it counts every token that it sampled, with its
-log-prob, also for requests that ask for the final output alone: those tokens outlive the engine. Imports vLLM.
+vLLM's engine is a separate process (`EngineCore`). The server next to it records every sampled token with its log-prob,
+even for requests that ask for the final output only, so those tokens outlive the engine. Imports vLLM.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from verl_ext.fleet.client import FAILED
 
 LOOK_S = 0.1  # how soon a heartbeat under way ends when the engine dies
-KILL_TIMEOUT_S = 10.0  # from the kill of an engine to vLLM's noticing it, which looks once a second
+KILL_TIMEOUT_S = 10.0  # from an engine's kill until vLLM notices, which looks once a second
 
 
 class WatchedServer(vLLMHttpServer):
-    """See the module's docstring. Where somebody watches, a request of a dead engine ends as `aborted`, with `FAILED`
-    in its extra fields; elsewhere it raises, as verl's.
+    """verl's server with heartbeats. If it is watched, a request of a dead engine ends as `aborted`, with `FAILED` in
+    its extra fields; otherwise it raises, as verl's does.
     """
 
     _is_given_up = False
     _load_error: Exception | None = None
     _running = 0  # requests
-    _is_watched = False  # until its first heartbeat; verl's own client would ask a dead engine for ever
+    _is_watched = False  # until the first heartbeat; verl's own client would retry a dead engine for ever
 
     async def run_server(self, args: argparse.Namespace) -> None:
         await super().run_server(args)
@@ -55,20 +55,20 @@ class WatchedServer(vLLMHttpServer):
 
         self.engine.generate = generate_or_part
         pids = [process.pid for process in self.engine.engine_core.resources.engine_manager.processes]
-        self._engines = [psutil.Process(pid) for pid in pids]  # psutil leaves a later process of the same number alone
+        self._engines = [psutil.Process(pid) for pid in pids]  # psutil spares a later process of the same pid
         self._reaper = start_reaper(pids)
 
     def _part(self, request_id: str) -> Any:
-        """The tokens of a request that the engine leaves behind, as vLLM gives those of one that was aborted."""
+        """Return the tokens of a request that a dead engine left behind, in vLLM's form for an aborted request."""
         states = self.engine.output_processor.request_states.values()
         state = next((each for each in states if each.external_req_id == request_id), None)
-        if state is None:  # it never came to the engine
+        if state is None:  # it never reached the engine
             return SimpleNamespace(outputs=[])
         return state.make_request_output([], None, FinishReason.ABORT, None)
 
     async def collective_rpc(self, method: str | Callable, *args: Any, **kwargs: Any) -> None:
-        """As verl's. An error in loading weights is kept for `beat`: who sends them waits for an answer of vLLM's
-        worker, which gives none then (verl's bucketed_weight_transfer.py).
+        """Call as verl's, and keep an error in loading weights for `beat`: their sender waits for an answer that vLLM's
+        worker does not give then (verl's bucketed_weight_transfer.py).
         """
         try:
             await super().collective_rpc(method, *args, **kwargs)
@@ -92,11 +92,11 @@ class WatchedServer(vLLMHttpServer):
         return output
 
     async def beat(self) -> None:
-        """Both heartbeats: returns when the engine's core has answered, which one that hangs does not.
+        """Answer both heartbeats: return once the engine's core has answered, which a hanging one never does.
 
         Raises:
-            EngineDeadError: the engine says itself that it is dead.
-            Exception: it could not load its weights.
+            EngineDeadError: the engine itself reports that it is dead.
+            Exception: the server could not load its weights.
         """
         self._is_watched = True
         if self._load_error is not None:
@@ -114,13 +114,13 @@ class WatchedServer(vLLMHttpServer):
             answer.cancel()
 
     async def give_up(self) -> None:
-        """The engine is dead, or held for dead: kill what is left of it; every request returns with what it has.
+        """Kill what is left of an engine that is dead or declared dead; every request returns with its tokens so far.
 
         Raises:
             TimeoutError: vLLM did not notice the death of its engine.
         """
         self._is_given_up = True
-        self._submission_paused = self._rejecting = True  # requests that wait for the end of an update return, too
+        self._submission_paused = self._rejecting = True  # requests that wait for an update to end also return
         self._resume_event.set()
         self._kill_engine()
         deadline = time.monotonic() + KILL_TIMEOUT_S
@@ -131,11 +131,11 @@ class WatchedServer(vLLMHttpServer):
         for answer in list(self.engine.engine_core.utility_results.values()):  # vLLM leaves their callers waiting
             if not answer.done():
                 answer.set_exception(EngineDeadError())
-        while self._running and time.monotonic() < deadline:  # log-probs of thousands of long ones take seconds
+        while self._running and time.monotonic() < deadline:  # log-probs of thousands of long requests take seconds
             await asyncio.sleep(0.01)
 
     def _kill_engine(self) -> None:
-        """Its processes, and those that they started for further GPUs; also ones that are stopped."""
+        """Kill the engine's processes and those that they started for further GPUs, even if suspended."""
         for core in self._engines:
             with suppress(psutil.NoSuchProcess):
                 for each in [*core.children(recursive=True), core]:
@@ -154,10 +154,10 @@ done
 
 
 def start_reaper(pids: list[int]) -> subprocess.Popen:
-    """A shell that kills processes when this one is gone: killed, it could not end its engine, which has the GPU.
+    """Start a shell that kills processes when this one is gone, because a killed server cannot free its engine's GPU.
 
-    A process is known by its number and its start, as numbers are given again: field 22 of /proc/PID/stat, which is the
-    20th after the name.
+    A process is identified by its pid and start time, because pids are reused. The time is field 22 of /proc/PID/stat,
+    the 20th after the name.
     """
     known = [f"{pid}:{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}" for pid in pids]
     command = ["sh", "-c", _REAPER, "sh", *known]

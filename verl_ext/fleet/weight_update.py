@@ -1,10 +1,10 @@
 """`retool.fleet.weight_update`: what a server does with running requests while it gets new weights.
 
-abort: They are broken off, the cache is forgotten, and each goes on as a new request.
-drain: they end with the weights that they have, but for one that vLLM has preempted, which goes on with the new ones;
-    the update waits for the longest of them.
-keep: they stand still for the update, keep their KV cache, and go on with the new weights.
-In all modes a request that comes during an update waits for the new weights.
+abort: They are interrupted, the cache is dropped, and each continues as a new request.
+drain: They end with the old weights, except those that vLLM has preempted, which continue with the new weights; the
+    update waits for the longest of them.
+keep: They pause during the update, keep their KV cache, and continue with the new weights.
+In all modes, a request that arrives during an update waits for the new weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def refusals(get: Callable[..., Any]) -> Iterator[str]:
-    """Why a run cannot have its mode: `what is wrong -> what to do`, each. The start of a run raises them.
+    """Yield why a run cannot have its mode, `what is wrong -> what to do` each. The start of a run raises them.
 
     Args:
-        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+        get: (dotted key, default) -> value of the run, the default if it is absent or null.
     """
     mode = get(KEY, "abort")
     if mode not in ("drain", "keep"):
@@ -37,7 +37,7 @@ def refusals(get: Callable[..., Any]) -> Iterator[str]:
 
 
 def _refusals_of_a_mixed_cache(get: Callable[..., Any]) -> Iterator[str]:
-    """A response may rest on keys and values of several versions, which no trainer can compute again."""
+    """Yield what rules out responses on keys and values of several versions, which no trainer can recompute."""
     if not (get(f"{_CORRECTION}.bypass_mode") or get(f"{_CORRECTION}.rollout_is")):
         yield f"""{KEY} is keep with {_CORRECTION}.bypass_mode=false and rollout_is=null: the trainer would take its own
             log-probs for those that the tokens were sampled with, and cannot compute these again, as the cache holds
@@ -56,13 +56,13 @@ def _refusals_of_a_mixed_cache(get: Callable[..., Any]) -> Iterator[str]:
 
 
 def install(config: DictConfig) -> None:
-    """Have verl make vLLM servers with the mode of a run. Called before there are servers.
+    """Make verl create vLLM servers with the run's mode. Call it before there are servers.
 
-    With trainer.v1.trainer_mode=sync no request runs while weights change, and verl's own server stays.
+    With trainer.v1.trainer_mode=sync, no request runs while weights change, and verl's own server stays.
 
     Raises:
         ValueError: the run cannot have its mode, or its servers cannot be watched.
-        RuntimeError: verl has another version than the one whose server is extended.
+        RuntimeError: verl's version is not the one whose server is extended.
     """
     get = getter(config)
     if found := in_sentences((*refusals(get), *health.refusals(get))):

@@ -1,12 +1,12 @@
-"""What became of every prompt of an RL run: `prompts.jsonl` in the run's folder, and the table of it.
+"""Show what became of every prompt of an RL run, by `prompts.jsonl` in the run's folder.
 
     python -m verl_ext.ledger outputs/qwen2-32b_dapo
 
-Of a run whose servers were watched (`retool.fleet.health`), `servers.jsonl` says what became of those.
+If the run's servers were watched (`retool.fleet.health`), `servers.jsonl` says what became of them.
 
-Every prompt that a run draws from its data has one end (`outcome.PromptEnd`), or is open, and so has every rollout of
-it (`outcome.RolloutFate`). The command exits with 1 unless that holds of all: no prompt was drawn, ended or trained
-twice, as many are open as the queue holds, and of each that ended as many rollouts ended as were submitted.
+Every prompt that a run draws from its data has one end (`outcome.PromptEnd`) or is open, and the same holds for each of
+its rollouts (`outcome.RolloutFate`). The command exits with 1 unless the ledger sums: no prompt was drawn, ended or
+trained twice, as many are open as the queue holds, and each ended prompt has as many ended rollouts as were submitted.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The prompts of a run: the ledger that it writes while it trains, and the sums of it.
+"""The prompts of a run: the ledger that it writes while it trains, and the ledger's sums.
 
-A step's record is on the disk before the step's checkpoint. What a run did after the checkpoint that it resumes from is
-forgotten, as weights and data loader forget it: those prompts are drawn again, under other names.
+A step's record is on disk before the step's checkpoint. What a run did after the checkpoint that it resumes from is
+forgotten, as the weights and the data loader forget it: those prompts are drawn again, under other names.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from verl_ext.runs.journal import StepJournal
 
 FILE = "prompts.jsonl"
 _RAISED = f"{RolloutFate.FAILED}/{RolloutEnd.RAISED}"
-# What a group that was kept for the next step may end as: it ages, and with fewer rollouts left it is judged again.
+# The possible ends of a group that was kept for the next step: it ages, and with fewer rollouts it is judged again.
 _AFTER_SURPLUS = (PromptEnd.TRAINED, PromptEnd.SURPLUS, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID)
 
 
@@ -26,16 +26,16 @@ class Tally:
     """The prompts of a run, from its records.
 
     Attributes:
-        ends: uid -> end; OPEN where none is known.
+        ends: uid -> end; OPEN if none is known.
         drawn_twice, wrong_ends, lost: uids for which the ledger does not sum, see `faults`.
         gaps: (first, last) of steps without a record, between others.
         seen: uids of ended groups that waited in the queue at the newest record. They may have an end, such as an equal
             group that may become a filler.
         in_queue: prompts in the queue by its own count at the newest record.
         problems: problem -> times drawn.
-        sizes: uid -> rollouts that were submitted for it; only of prompts whose number is known.
+        sizes: uid -> rollouts that were submitted for it; only for prompts whose number is known.
         fates: uid -> `outcome.RolloutFate`, with why -> rollouts, of prompts that ended.
-        retries: server -> requests that it was lost with, and that went on elsewhere; of rollouts that ended, and did
+        retries: server -> requests that were lost with it and continued elsewhere; only of rollouts that ended and did
             not raise.
     """
 
@@ -74,7 +74,7 @@ class Tally:
         if "fates" in record:
             self.fates |= record["fates"]
             self.fates |= {uid: {_RAISED: self.sizes.get(uid, 1)} for uid in record["raised"]}
-        else:  # of an older version, which did not know them
+        else:  # a record of an older version, without fates
             for uid in record["ends"]:
                 self.sizes.pop(uid, None)
         self.retries.update(record.get("retries", {}))
@@ -83,7 +83,7 @@ class Tally:
         self.step, self.seen, self.in_queue = record["step"], set(record["seen"]), record["in_queue"]
 
     def faults(self) -> list[str]:
-        """What does not sum, a sentence each."""
+        """Return what does not sum, a sentence each."""
         faults = [
             f"{len(uids)} {what}: {', '.join(uids[:3])}{' ...' * (len(uids) > 3)}."
             for uids, what in (
@@ -117,7 +117,7 @@ class Tally:
         ]
 
     def rollouts(self) -> Counter[str]:
-        """`outcome.RolloutFate`, with why -> rollouts; and OPEN, those of open prompts."""
+        """Return `outcome.RolloutFate`, with why -> rollouts; and under OPEN the rollouts of open prompts."""
         counts = Counter({str(PromptEnd.OPEN): sum(self.sizes.get(uid, 0) for uid in self.open)})
         for fates in self.fates.values():
             counts.update(fates)
@@ -140,7 +140,7 @@ def _listed(counts: Counter) -> str:
 
 
 class PromptLedger:
-    """Writes the records. Draws and ends belong to the step that is under way when they are told."""
+    """Writes the records. Draws and ends belong to the step that is under way when they are reported."""
 
     def __init__(self, folder: Path):
         self._journal = StepJournal(folder / FILE)
@@ -152,10 +152,10 @@ class PromptLedger:
 
         Args:
             in_queue: uids of the prompts in the queue. One that the ledger does not know (the run began in another
-                folder, or before there was a ledger) counts as drawn now.
+                folder, or without a ledger) counts as drawn at this resume.
         Returns:
             uid -> end of the groups that had ended and were counted before the checkpoint, and waited in the
-            queue then; OPEN where they were useful. In the mode `sync` the queue has ended with the run.
+            queue then; OPEN if they were useful. In the mode `sync` the queue has ended with the run.
         """
         tally = Tally()
         for record in self._journal.resume(step):
@@ -167,7 +167,7 @@ class PromptLedger:
         return {uid: end for uid, end in tally.ends.items() if uid in tally.seen}
 
     def draw(self, prompts: Mapping[str, str], sizes: Iterable[int]) -> None:
-        """uid -> problem, of prompts that are handed to the agent loops, and how many rollouts of each."""
+        """Note the prompts (uid -> problem) that are handed to the agent loops, and how many rollouts each has."""
         self._drawn |= prompts
         for uid, size in zip(prompts, sizes, strict=True):
             self._sizes.setdefault(size, []).append(uid)
@@ -185,7 +185,7 @@ class PromptLedger:
         """Note a step.
 
         Args:
-            ends: uid -> end, of all that was decided since the last step.
+            ends: uid -> end, of all prompts that were decided since the last step.
             seen: uids of ended groups that wait in the queue.
             in_queue: prompts in the queue, by the queue's own count.
             fates: as `Tally`'s, of the prompts in `ends`; none of those in `raised`.
@@ -199,11 +199,11 @@ class PromptLedger:
 
 
 def read_tally(folder: Path) -> Tally:
-    """The newest state of a run.
+    """Return the newest state of a run.
 
     Raises:
         FileNotFoundError: the folder has no ledger.
-        ValueError: a line of it has another form.
+        ValueError: a line of the ledger is malformed.
     """
     tally = Tally()
     for _ in jsonl.read(folder / FILE, tally.add, "an object with `step`, `drawn` and `ends`"):

@@ -1,4 +1,4 @@
-"""The servers of a run whose servers are watched (`retool.fleet.health`): their journal, and the sums of it."""
+"""The servers of a run whose servers are watched (`retool.fleet.health`): their journal, and its sums."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -13,13 +13,13 @@ FILE = "servers.jsonl"
 
 @dataclass
 class ServerTally:
-    """The servers of a run, all its starts together; those of an earlier start ended with it.
+    """The servers of a run over all its starts; the servers of an earlier start ended with it.
 
     Attributes:
-        known: all that the run ever had.
-        alive: of the newest start.
+        known: all servers that the run ever had.
+        alive: those of the newest start that are alive.
         doubled: servers that died or were removed twice, or were never started, or were started twice.
-        vacant: servers of the newest start that died and that no other one has replaced.
+        vacant: servers of the newest start that died and have not been replaced.
         unfounded: servers that replaced one in a start in which none was vacant.
     """
 
@@ -61,11 +61,11 @@ class ServerTally:
             raise ValueError(f"the event {event!r} is none of run, started, replaced, died, removed, start_failed")
 
     def faults(self, lost: Iterable[str] = ()) -> list[str]:
-        """What does not sum, a sentence each.
+        """Return what does not sum, a sentence each.
 
         Args:
-            lost: servers that requests were lost with, by the ledger of prompts. That each is told dead is not asked:
-                a run may be killed before.
+            lost: servers that requests were lost with, by the ledger of prompts. They need not be reported dead: a run
+                may be killed before that.
         """
         faults = []
         if strangers := sorted({*lost} - self.known):
@@ -84,30 +84,30 @@ class ServerTally:
 
 
 class ServerJournal:
-    """Writes what becomes of servers. It belongs to no step: a server that died stays dead at a resume."""
+    """Writes what becomes of servers. Its events belong to no step: a server that died stays dead at a resume."""
 
     def __init__(self, folder: Path):
         self._path = folder / FILE
 
     def begin(self, servers: Iterable[str]) -> None:
-        """A start of the run, with these servers."""
+        """Note a start of the run with these servers."""
         jsonl.cut_half_line(self._path)
         self.note("run", "", "")
         for server in servers:
             self.note("started", server, "with the run")
 
     def note(self, event: str, server: str, why: str) -> None:
-        """One of the events of `ServerTally.add`; when this returns, it is on the disk."""
+        """Note one of the events of `ServerTally.add`; when this returns, it is on disk."""
         durable.make_folder(self._path.parent)
         record = {"at": time.time(), "event": event, "server": server, "why": why}
         durable.append_line(self._path, jsonl.dumps(record))
 
 
 def read_servers(folder: Path) -> ServerTally | None:
-    """None where the servers of the run were not watched.
+    """Return the tally of the run's servers; None if they were not watched.
 
     Raises:
-        ValueError: a line has another form.
+        ValueError: a line is malformed.
     """
     path, tally = folder / FILE, ServerTally()
     if not path.exists():

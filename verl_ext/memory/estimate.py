@@ -1,13 +1,14 @@
 """How much memory a run needs: GPU while it trains and while it generates, host, and disk for a checkpoint.
 
-Counted are dense decoders under FSDP. Behind these formulas stand tests/unit/memory/test_simulate.py (a step that is
+The estimate covers dense decoders under FSDP. The formulas are checked by tests/unit/memory/test_simulate.py (a step
 counted operation by operation) and test_estimate.py (peaks of an H100, and the published run's log).
 
-Of verl's own figures, verl 0.9.1: `actor/perf/max_memory_allocated_gb` is torch's peak of the actor's process
-(workers/engine_workers.py:219), never reset, of one rank: metrics of data-parallel ranks are not gathered but the first
-is taken (utils/tensordict_utils.py:243), and its mini-batches reduced by `max` (utils/metric/utils.py:52).
-`perf/cpu_memory_used_gb` (engine_workers.py:221) is the node's, of all processes, at the end of an update, when what is
-offloaded is on the GPU; it is reduced by `mean`. In 0.9.1 vLLM has processes of its own, whose memory is not in it.
+verl 0.9.1's own figures: `actor/perf/max_memory_allocated_gb` is torch's peak of the actor's process
+(workers/engine_workers.py:219), never reset, of one rank. The first data-parallel rank's metrics are taken instead of
+gathering all (utils/tensordict_utils.py:243), and mini-batches are reduced by `max` (utils/metric/utils.py:52).
+`perf/cpu_memory_used_gb` (engine_workers.py:221) is the node's use by all processes at the end of an update, when
+offloaded tensors are on the GPU; it is reduced by `mean`. In 0.9.1, vLLM has separate processes, whose memory is not in
+it.
 """
 
 from dataclasses import dataclass
@@ -15,37 +16,37 @@ from dataclasses import dataclass
 from verl_ext.memory.shape import ModelShape
 from verl_ext.memory.words import GIB, count, size
 
-TOLERANCE = 1.05  # a sum that is so much too large is refused: the estimate is within 3% of a simulated step
+TOLERANCE = 1.05  # a sum above the memory by this factor is refused: the estimate is within 3% of a simulated step
 RESERVED = 1.06  # torch's reserved over allocated memory: 226.8 / 214.8 GB in the published run's log
-CONTEXT_GIB = 3.0  # CUDA contexts and NCCL's buffers of actor and vLLM, beside what torch counts; an assumption
-PROCESS_GIB = 8.0  # of host memory for each GPU: actor, vLLM server, agent loops; an assumption
+CONTEXT_GIB = 3.0  # CUDA contexts and NCCL's buffers of actor and vLLM, which torch does not count; an assumption
+PROCESS_GIB = 8.0  # host memory per GPU for actor, vLLM server and agent loops; an assumption
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the memory of a run depends on. By default: one GPU, bf16 under fp32 weights, no vLLM, as in SFT."""
+    """All that the memory of a run depends on. The default is one GPU, bf16 under fp32 weights, no vLLM, as in SFT."""
 
     shape: ModelShape
-    tokens: int  # of the largest micro-batch, on one GPU; padding included where there is any
+    tokens: int  # of the largest micro-batch on one GPU, any padding included
     padded: int = 0  # sequences of a micro-batch that is padded, with attention by sdpa; 0: packed, with flash-attn
     ranks: int = 1  # GPUs that share weights, gradients and optimizer
     ranks_per_node: int = 1  # GPUs of a node
     ulysses: int = 1  # GPUs that share a sequence
     weight_bytes: int = 4  # of a sharded weight (model_dtype), its gradient and each of its two moments
     compute_bytes: int = 2  # of a weight and of an activation in forward and backward pass (mixed_precision)
-    checkpointing: bool = True  # activations of a layer are computed anew in the backward pass
-    reshards: bool = True  # a layer's weights are given back after its forward pass
-    defers_gradients: bool = False  # use_no_sync_for_gradient_accumulation: shared once a step, not each micro-batch
+    checkpointing: bool = True  # a layer's activations are recomputed in the backward pass
+    reshards: bool = True  # a layer's weights are freed after its forward pass
+    defers_gradients: bool = False  # use_no_sync_for_gradient_accumulation: shared once per step, not per micro-batch
     is_fsdp2: bool = True
     fused: bool = True  # AdamW's kernel; foreach, torch's choice on CUDA, copies all second moments
-    adapters: int = 0  # parameters of LoRA's adapters, which alone are trained; 0: all is trained
-    keeps_logits: bool = False  # their gradient is beside them, in whose place verl puts it where no entropy is wanted
-    entropy: bool = False  # of the update: the logits are kept, and it has a gradient of them, too (torch.compile)
+    adapters: int = 0  # parameters of LoRA's adapters, the only trained ones; 0: all are trained
+    keeps_logits: bool = False  # their gradient gets a second tensor; verl writes it in place if no entropy is wanted
+    entropy: bool = False  # the update needs it: the logits are kept, and it has its own gradient (torch.compile)
     offloads_weights: bool = False  # to the host, while the actor does not train
     offloads_optimizer: bool = False
     reference_bytes: int = 0  # of a weight of the reference model of a KL term; 0 without one
     vllm_bytes: float = 0  # of a weight of vLLM, on each GPU of a server; 0 without one
-    vllm_sleeps_on_host: bool = False  # its weights are there while the actor trains (sleep level 1)
+    vllm_sleeps_on_host: bool = False  # its weights are on the host while the actor trains (sleep level 1)
 
     @property
     def trained(self) -> int:
@@ -58,7 +59,7 @@ class Plan:
 
     @property
     def held(self) -> int:
-        """All parameters, those of adapters included."""
+        """Number of all parameters, those of adapters included."""
         return self.shape.parameters + self.adapters
 
 
@@ -77,7 +78,7 @@ class Memory:
 
 
 def estimate(plan: Plan) -> Memory:
-    """Of a run with a dense model under FSDP2.
+    """Estimate the memory of a run with a dense model under FSDP2.
 
     P parameters over W GPUs, l of them in a layer, E in the embedding and as many in the head; T tokens of a GPU's
     micro-batch, L layers of width H, MLP width I, queries Q and keys K wide; vocabulary V. Weights are sent in bf16:
@@ -86,42 +87,42 @@ def estimate(plan: Plan) -> Memory:
         activations                2 L T H                 inputs of the layers, with gradient checkpointing;
                                    L times a layer's own   without it
         and the largest of
-        a layer computed anew      2 T (9 H + 2 Q + 2 K + 6 I) + 4 l + 2 H I + 4 E
+        a layer recomputed         2 T (9 H + 2 Q + 2 K + 6 I) + 4 l + 2 H I + 4 E
         the logits                 2 T (V + 6 H) + 2 l + 4 E     their gradient is in their place
-                                   4 T V                   or beside them; 6 T V where the entropy is wanted, which
-                                                           torch.compile makes of logits and three numbers a token
+                                   4 T V                   or next to them; 6 T V if the entropy is wanted, which
+                                                           torch.compile makes of logits and three numbers per token
                                                            (engine/fsdp/transformer_impl.py:184, 1405)
                                    8 T V                   without flash-attn: a copy without padding, and log-probs
                                                            of all tokens in fp32 (utils/torch_functional.py:173);
-                                                           18 T V with the entropy, which is not compiled there
+                                                           18 T V with the entropy, which is not compiled then
         the end, less activations  8 E                     the embedding, its gradient, and that once more in fp32
         the optimizer's step       b P / W, less activations     foreach; with fused: nothing
-    4 l are two layers' weights, one sent ahead. 4 E is the head's gradient on its way in fp32, or a layer's, 4 l, where
-    that is more. Where the head is the embedding, 4 E are its weights and gradient in bf16, which stay, and a layer's
-    gradient is beside them. Norms of queries and keys (Qwen3) save 3 Q + 3 K more, the exchange of Ulysses Q. With
-    `use_no_sync_for_gradient_accumulation` gradients take 4 P (FSDP1: 2 P) in place of their shards. FSDP1 keeps
-    embedding and head unsharded, 4 E more; that is read in torch's source, and not simulated. With LoRA no gradient of
-    E, nor of a layer's weights, is on its way. Where n > 1 sequences are padded to a length of T / n, T counts padding,
-    sdpa's mask takes T^2 / n, and 2 T^2 / n more as numbers (of each layer without checkpointing); keys and values are
-    as wide as queries.
+    4 l are two layers' weights, one prefetched. 4 E is the head's gradient in fp32 while it is sent, or a layer's, 4 l,
+    if that is more. If the head is the embedding, 4 E are its weights and gradient in bf16, which stay, and a layer's
+    gradient comes on top. Norms of queries and keys (Qwen3) save 3 Q + 3 K more, the exchange of Ulysses Q. With
+    `use_no_sync_for_gradient_accumulation`, gradients take 4 P (FSDP1: 2 P) in place of their shards. FSDP1 keeps
+    embedding and head unsharded, 4 E more; this comes from torch's source and is not simulated. With LoRA, no gradient
+    of E or of a layer's weights is sent. If n > 1 sequences are padded to a length of T / n, T counts padding, sdpa's
+    mask takes T^2 / n, and 2 T^2 / n more as numbers (per layer without checkpointing); keys and values are as wide as
+    queries.
 
-    verl_ext/memory/simulate.py counts the same step operation by operation; both agree within 3% (its test), as do the
-    formula and an H100 (test_estimate.py); batches with padding were measured on a CPU alone. The reference model of a
-    KL term is on the host: FSDP offloads what is forward only (engine/fsdp/transformer_impl.py:432, 459), and its
-    forward pass takes less of the GPU than training. Not in it: the entropy with use_torch_compile=false; and that of
-    the old log-probs without flash-attn, 10 T V but no gradients: with LoRA it may be 2 T V more than the step.
+    verl_ext/memory/simulate.py counts the same step operation by operation. Both agree within 3% (its test), as do the
+    formula and an H100 (test_estimate.py); batches with padding were measured on a CPU only. The reference model of a
+    KL term is on the host, because FSDP offloads forward-only models (engine/fsdp/transformer_impl.py:432, 459); its
+    forward pass takes less GPU memory than training. Not covered: the entropy with use_torch_compile=false, and the
+    entropy of the old log-probs without flash-attn, 10 T V but no gradients; with LoRA it may be 2 T V above the step.
     """
     shape, ranks, total, trained, held = plan.shape, plan.ranks, plan.shape.parameters, plan.trained, plan.held
     sharded = plan.weight_bytes * (held + 3 * trained) / ranks
     deferred = plan.defers_gradients * trained * (4 if plan.is_fsdp2 else plan.compute_bytes)
     waiting = deferred - plan.weight_bytes * trained / ranks if deferred else 0  # in place of their shards
-    peaks = _peaks(plan, waiting)  # beside the shards and those
+    peaks = _peaks(plan, waiting)  # on top of the shards and the waiting gradients
     where = max(peaks, key=lambda name: peaks[name])
 
     weights, moments = plan.weight_bytes * held / ranks, 2 * plan.weight_bytes * trained / ranks
     offloaded = weights * plan.offloads_weights + moments * plan.offloads_optimizer
     vllm_weights = plan.vllm_bytes * total
-    # from_pretrained: rank 0 reads the weights, or every rank where embedding and head are tied (fsdp_utils.py:64)
+    # from_pretrained: rank 0 reads the weights, or every rank if embedding and head are tied (fsdp_utils.py:64)
     loading = plan.weight_bytes * total * (plan.ranks_per_node if shape.tied else 1)
     reference = plan.reference_bytes * total * plan.ranks_per_node / ranks
     asleep = vllm_weights * plan.ranks_per_node * plan.vllm_sleeps_on_host
@@ -162,7 +163,7 @@ def estimate(plan: Plan) -> Memory:
 
 
 def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
-    """Bytes at the moments that may be the peak of a step, beside shards and gradients that wait to be shared."""
+    """Return the bytes at each possible peak of a step, on top of shards and gradients that wait to be shared."""
     shape, compute, layer = plan.shape, plan.compute_bytes, plan.shape.layer_parameters
     if plan.adapters:
         layer += plan.trained_of_layer
@@ -183,7 +184,7 @@ def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
     if not plan.checkpointing:
         activations, work = shape.layers * saved, work - saved
     logits, weight = per_token * shape.vocabulary, compute * shape.hidden * shape.intermediate * of_weights
-    sent = max(0, 4 * plan.trained_of_layer - inputs)  # of the layer above, whose input is gone
+    sent = max(0, 4 * plan.trained_of_layer - inputs)  # the gradient of the layer above, whose input is gone
     kept = (2 + 2 * of_weights) * embedding  # the head's weights, and their gradient
     head = kept + sent if shape.tied else max(kept * of_weights, sent)
     root = 0 if plan.is_fsdp2 or shape.tied else 2 * compute * embedding
@@ -203,11 +204,11 @@ def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
 
 
 def _layer_widths(plan: Plan) -> tuple[int, int]:
-    """Numbers per token: what a layer saves for its backward pass, and its peak there, where the gate meets `up`."""
+    """Return numbers per token: what a layer saves for its backward pass, and its peak there, at gate * up."""
     shape = plan.shape
     query, key = shape.heads * shape.head_dim, max(shape.kv_heads, plan.ulysses) * shape.head_dim
     if plan.padded > 1:
-        key = query  # sdpa with a mask has them repeated
+        key = query  # sdpa with a mask gets them repeated
     saved = 8 * shape.hidden + 2 * query + 2 * key + 4 * shape.intermediate
     if shape.model_type == "qwen3":  # in fp32, and normed
         saved += 3 * query + 3 * shape.kv_heads * shape.head_dim
@@ -217,5 +218,5 @@ def _layer_widths(plan: Plan) -> tuple[int, int]:
 
 
 def kv_tokens(shape: ModelShape, free: float, parallel: int) -> float:
-    """Tokens of KV cache of one vLLM server, whose `parallel` GPUs have `free` bytes each for it."""
+    """Return the tokens in the KV cache of one vLLM server, whose `parallel` GPUs have `free` bytes each for it."""
     return free / (shape.kv_bytes_per_token / min(parallel, shape.kv_heads))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DENSE = ("qwen2", "qwen3", "llama")  # model types that `parameters` counts right
+DENSE = ("qwen2", "qwen3", "llama")  # model types that `parameters` counts correctly
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
 
 # The recipes' models, for estimates on a machine that does not have them (config.json of the hub).
@@ -40,7 +40,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ModelShape":
-        """From `config.json`; raises ValueError for another kind of model than DENSE, KeyError where a size lacks."""
+        """Read `config.json`; raise ValueError for a model type that is not in DENSE, KeyError for a missing size."""
         if config.get("model_type") not in DENSE:
             raise ValueError(f"model type {config.get('model_type')!r}, expected one of {', '.join(DENSE)}")
         heads = config["num_attention_heads"]
@@ -57,7 +57,7 @@ class ModelShape:
         )
 
     def config(self) -> dict[str, Any]:
-        """What `from_config` reads, and transformers' `AutoConfig.for_model` takes."""
+        """Return the keys that `from_config` reads and that transformers' `AutoConfig.for_model` takes."""
         return {
             "model_type": self.model_type,
             "num_hidden_layers": self.layers,
@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of embedding, output head and last norm: what FSDP's root unit holds."""
+        """Count the parameters of embedding, output head and last norm, which FSDP's root unit holds."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -90,7 +90,7 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.embedding_parameters
 
     def adapter_parameters(self, rank: int, targets: str | list[str] = "all-linear", excluded: Any = None) -> int:
-        """Of LoRA on the linear layers that peft takes: rank x (inputs + outputs) of each.
+        """Count the parameters of LoRA on the linear layers that peft adapts, rank x (inputs + outputs) each.
 
         Args:
             targets: `target_modules` of the model: the last parts of names, a pattern of whole names, or "all-linear",
@@ -112,23 +112,23 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values of all layers, 2 bytes each."""
+        """Return the bytes of one token's keys and values in all layers, 2 bytes each."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def _is_among(name: str, modules: str | list[str]) -> bool:
-    """As peft matches them (tuners/tuners_utils.py, `check_target_module_exists`): a text is a regular expression."""
+    """Match as peft does (tuners/tuners_utils.py, `check_target_module_exists`): a string is a regular expression."""
     if isinstance(modules, str):
         return re.fullmatch(modules, name) is not None
     return any(name == each or name.endswith(f".{each}") for each in modules)
 
 
 def read_shape(model: str) -> ModelShape | None:
-    """Of a model folder, or of one of the recipes' models by its name on the hub; else None.
+    """Return the shape of a model folder, or of a recipe's model by its name on the hub; else None.
 
     Raises:
-        ValueError: its config.json is there, and is none of a dense decoder (json.JSONDecodeError is a ValueError).
-        KeyError: a size is missing from it.
+        ValueError: its config.json exists but is not of a dense decoder (json.JSONDecodeError is a ValueError).
+        KeyError: config.json lacks a size.
     """
     if config := _read_config(model):
         return ModelShape.from_config(config)
@@ -137,10 +137,10 @@ def read_shape(model: str) -> ModelShape | None:
 
 
 def read_positions(model: str) -> int | None:
-    """Tokens that a sequence of the model may have, its `max_position_embeddings`; None where that is not told.
+    """Return the tokens that a sequence of the model may have, its `max_position_embeddings`; None if it is unknown.
 
-    As verl 0.9.1 takes it (workers/rollout/utils.py:31): the text model's where the whole has none, and rope scaling
-    does not raise it. Any kind of model has it; raises json.JSONDecodeError.
+    The rule is verl 0.9.1's (workers/rollout/utils.py:31): the text model's value if the whole model has none, not
+    raised by rope scaling. Works for any kind of model; raises json.JSONDecodeError.
     """
     if config := _read_config(model):
         text = config.get("text_config") or {}
@@ -149,15 +149,15 @@ def read_positions(model: str) -> int | None:
 
 
 def read_model_type(model: str) -> str | None:
-    """Of a model folder; None where there is no config.json. Raises json.JSONDecodeError."""
+    """Return a model folder's `model_type`; None without a config.json. Raises json.JSONDecodeError."""
     return (_read_config(model) or {}).get("model_type")
 
 
 def has_images(model: str) -> bool:
-    """Whether a model folder is of one that reads images, too, and has what turns them into numbers.
+    """Return whether a folder's model also reads images and comes with their processor.
 
     Raises:
-        json.JSONDecodeError: its config.json is no JSON.
+        json.JSONDecodeError: its config.json is not JSON.
     """
     names = ("preprocessor_config.json", "processor_config.json")
     has_processor = any((Path(model).expanduser() / name).is_file() for name in names)

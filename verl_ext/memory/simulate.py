@@ -1,14 +1,13 @@
-"""The memory of a training step, counted and not estimated: the step runs on tensors that have a shape and no content.
+"""Count the memory of a training step instead of estimating it: the step runs on tensors with a shape but no content.
 
 FSDP2 shards the model in a world whose other ranks do not exist, and torch's memory tracker counts what each operation
-allocates and frees. A deep model's peak follows from those of two shallower ones by a straight line: every layer more
-adds the same while the peak is at the same moment, and where it is not, what is found is too low. The wrapping
-(`apply_fsdp2`) and the exchange of heads in Ulysses are verl's own code. In place of what only a GPU has stand
-functions that allocate the same: flash-attention's kernels and its cross entropy, and verl's entropy as torch.compile
-makes it.
+allocates and frees. A deep model's peak is extrapolated linearly from two shallower models: each further layer adds the
+same while the peak is at the same moment; if it is not, the result is too low. The wrapping (`apply_fsdp2`) and the
+exchange of heads in Ulysses are verl's own code. Functions that allocate the same replace GPU-only code:
+flash-attention's kernels and its cross entropy, and verl's entropy as torch.compile makes it.
 
-Not in it: FSDP1, LoRA, padding, the critic, fused kernels for the logits, the entropy without torch.compile, a
-temperature other than 1, what a kernel or NCCL takes for itself, CUDA's contexts, and what torch reserves beyond that.
+Not covered: FSDP1, LoRA, padding, the critic, fused kernels for the logits, the entropy without torch.compile, a
+temperature other than 1, internal memory of kernels and NCCL, CUDA's contexts, and what torch reserves beyond that.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_ext.memory.estimate import Plan
 
-# Layers of the two models from which a deeper one follows; one of less is run as it is. With few tokens a shallow model
-# peaks where the embedding's gradient is sent, and a deep one elsewhere: the 4B with 4,096 tokens on 8 ranks from 12
-# layers on. 64 layers of 32B took two minutes where these two take ten seconds.
+# Layers of the two models that a deeper one is extrapolated from; a shallower one runs as it is. With few tokens, a
+# shallow model peaks where the embedding's gradient is sent and a deep one elsewhere: the 4B with 4,096 tokens on 8
+# ranks from 12 layers on. 64 layers of 32B take two minutes, these two ten seconds.
 DEPTHS = (15, 16)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by their bytes
 _ATTENTION = "by_size"
@@ -40,8 +39,8 @@ class Parts:
     """Bytes of one rank at a peak, by kind.
 
     `temporary` has unsharded weights and gradients, buffers of collectives, gradients of activations, and what the
-    optimizer's step allocates beside its state. `activations` are what the backward pass needs, of a layer that is
-    computed anew as well.
+    optimizer's step allocates besides its state. `activations` are the tensors that the backward pass needs, including
+    those of a layer that is recomputed.
     """
 
     weights: float
@@ -69,7 +68,7 @@ class Simulation:
 
 
 def simulate(plan: Plan) -> Simulation:
-    """One rank's peaks in a step of two micro-batches, when the optimizer's state is there. Always of FSDP2."""
+    """Return one rank's peaks in a step of two micro-batches, with the optimizer's state in place. Always FSDP2."""
     layers, (fewer, more) = plan.shape.layers, DEPTHS
     with _fake_world(plan.ranks):
         if layers <= more:
@@ -85,7 +84,7 @@ def simulate(plan: Plan) -> Simulation:
 
 @contextlib.contextmanager
 def _fake_world(ranks: int) -> Iterator[None]:
-    """One process that is rank 0 of `ranks`, and tensors without content."""
+    """Run the block as rank 0 of `ranks`, with tensors that have no content."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with FakeTensorMode(), mock.patch("torch.optim.adam._get_value", lambda step: 1.0):  # a step has no number
@@ -95,7 +94,7 @@ def _fake_world(ranks: int) -> Iterator[None]:
 
 
 def _run(plan: Plan) -> Simulation:
-    """Of a model of as many layers as its shape says."""
+    """Simulate a model with all layers of its shape."""
     model, optimizer = build(plan)
     tracker = FSDPMemTracker(model, optimizer)
 
@@ -109,7 +108,7 @@ def _run(plan: Plan) -> Simulation:
         named = {
             "weights": kinds["SHARDED_PARAM"],
             "gradients": kinds["SHARDED_GRAD"],
-            "optimizer": min(kinds["OPT"], state),  # what its step allocates is counted there, too
+            "optimizer": min(kinds["OPT"], state),  # what its step allocates is also counted there
             "activations": kinds["ACT"] + kinds["BUFFER"],
             "logits": kinds["INP"],
         }
@@ -135,11 +134,11 @@ def _run(plan: Plan) -> Simulation:
     return Simulation(backward, peak(state))
 
 
-# The step, on whatever tensors there are -----------------------------------------------------------------------------
+# The step, on fake or real tensors ------------------------------------------------------------------------------------
 
 
 def build(plan: Plan) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer as verl 0.9.1's FSDP2 engine makes them (workers/engine/fsdp/transformer_impl.py:479)."""
+    """Build model and optimizer as verl 0.9.1's FSDP2 engine does (workers/engine/fsdp/transformer_impl.py:479)."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from verl.utils.fsdp_utils import apply_fsdp2
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
@@ -151,7 +150,7 @@ def build(plan: Plan) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     ).train()
     if plan.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with unset_fake_temporarily():  # a mesh has the numbers of its ranks
+    with unset_fake_temporarily():  # a mesh needs real tensors for its ranks
         mesh = init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("fsdp",))
         sharing = init_device_mesh("cpu", (plan.ranks // plan.ulysses, plan.ulysses), mesh_dim_names=("dp", "sp"))
         set_ulysses_sequence_parallel_group(sharing["sp"].get_group() if plan.ulysses > 1 else None)
@@ -171,7 +170,7 @@ def forward_backward(
     is_last: bool,
     on_logits: Callable[[torch.Tensor], Any] = lambda logits: None,
 ) -> None:
-    """Of one micro-batch; the last one of a step sends the gradients in any case."""
+    """Run one micro-batch; the last one of a step sends the gradients in any case."""
     ids = torch.zeros((1, plan.tokens), dtype=torch.long)
     positions = torch.arange(plan.tokens).unsqueeze(0)
     model.set_requires_gradient_sync(is_last or not plan.defers_gradients)
@@ -191,7 +190,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """Of (1, heads, tokens, size of a head), as Hugging Face's models give them and verl's patch exchanges them."""
+    """Attend over (1, heads, tokens, size of a head), which Hugging Face's models pass and verl's patch exchanges."""
     from verl.models.transformers import monkey_patch
 
     def by_size(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -206,7 +205,7 @@ def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **optio
 class _FlashAttention(torch.autograd.Function):
     """Allocates what flash-attn 2.8.3 does for packed sequences (csrc/flash_attn/flash_api.cpp, mha_varlen_fwd, _bwd).
 
-    Of (1, tokens, heads, size of a head); the result is zero, as are the gradients.
+    Tensors are (1, tokens, heads, size of a head); the result and the gradients are zero.
     """
 
     @staticmethod
@@ -231,7 +230,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Allocates what flash-attn's cross entropy does: a loss per token; the gradient, in the logits' place or not."""
+    """Allocates what flash-attn's cross entropy does: a loss per token, and the gradient, in place or not."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -247,9 +246,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """Allocates what verl's `entropy_from_logits` does when torch compiles it: three numbers a token, and the gradient.
+    """Allocates what verl's `entropy_from_logits` does when compiled by torch: three numbers per token, the gradient.
 
-    tests/unit/memory/test_simulate.py looks at what is saved.
+    tests/unit/memory/test_simulate.py checks the saved tensors.
     """
 
     @staticmethod

@@ -7,7 +7,7 @@ of its tool calls that failed, or 0.5 if it called no tool.
 - `code` (microsoft/rStar@73b21b5, rstar2_agent/down_sample/roc.py): sort right and wrong responses by penalty and keep
   the first ones. Nothing is drawn, and wrong answers without tool errors are preferred too.
 
-Departures: the paper also penalises answers that repeat or lack their tags; here a right answer was found in its box.
+Departures: the paper also penalises answers that repeat or lack their tags; here every right answer was found in a box.
 The inverse of a penalty of 0 is unbounded, so 0.01 is added (our choice; the paper does not say).
 """
 
@@ -18,14 +18,14 @@ FLOOR = 0.01
 
 
 def penalty(calls: int, failed: int) -> float:
-    """Share of the tool calls of a response that failed; .5 of a response without calls."""
+    """Return the share of a response's tool calls that failed; .5 for a response without calls."""
     return failed / calls if calls else 0.5
 
 
 def keep(right: Sequence[bool], penalties: Sequence[float], n: int, *, rule: str, rng: random.Random) -> list[int]:
-    """Which `n` of a group's responses are kept, in order.
+    """Return which `n` of a group's responses are kept, in order.
 
-    Right and wrong ones have their shares of the group, rounded; where there are some of both, at least one of each.
+    Right and wrong ones keep their shares of the group, rounded; if there are some of both, at least one of each stays.
 
     Raises:
         ValueError: the group has fewer than n responses, or the rule is neither `paper` nor `code`.
@@ -47,7 +47,7 @@ def keep(right: Sequence[bool], penalties: Sequence[float], n: int, *, rule: str
 
 
 def _draw(items: list[int], weights: list[float], number: int, rng: random.Random) -> list[int]:
-    """`number` of the items without replacement, each next one with a probability in proportion to its weight."""
+    """Draw `number` of the items without replacement, each with a probability in proportion to its weight."""
     items, weights, drawn = list(items), list(weights), []
     for _ in range(number):
         place = rng.choices(range(len(items)), weights)[0]

@@ -11,6 +11,6 @@ from verl_ext.objectives.terms import Terms, Tokens, clipped, log_ratio, respons
 
 
 def gspo(tokens: Tokens, *, low: float, high: float) -> Terms:
-    """Objective of each token: that of its response."""
+    """Return the objective of each token: that of its response."""
     ratio = response_mean(log_ratio(tokens), tokens.mask).exp().expand_as(tokens.log_prob)
     return clipped(ratio, tokens.advantages, low, high)

@@ -5,7 +5,7 @@ so each part is divided by numbers of the whole mini-batch and multiplied by the
 
 The unit of a token mean (`actor.policy_loss.unit`) says whose tokens are in the denominator:
 
-- `mini_batch`: those of the mini-batch, as in verl. A token weighs more in a mini-batch of few tokens.
+- `mini_batch`: those of the mini-batch, as in verl. A token weighs more in a mini-batch with few tokens.
 - `batch`: those of the batch, which all updates of a step share (OlmoRL's text).
 - `group`: those of its group, then the mean over the groups of the batch (DAPO, arXiv:2503.14476, Eq. 8).
 
@@ -32,13 +32,13 @@ def mean_loss(
     responses: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Minus the mean of an objective over the tokens of `mask`: this micro-batch's part of it. 0 without a token.
+    """Return this micro-batch's part of minus the mean of an objective over the tokens of `mask`; 0 without a token.
 
     Args:
         objective: float[B, T], of a micro-batch.
         mask: bool[B, T].
         mode: one of MODES. `seq-mean-token-sum-norm` divides a response's sum by `scale` (Dr. GRPO, arXiv:2503.20783).
-        unit: one of UNITS; other than `mini_batch` with `token-mean` alone.
+        unit: one of UNITS; any but `mini_batch` requires `token-mean`.
         ranks: data-parallel ranks, whose gradients are averaged.
         tokens: of the mini-batch, over all ranks; None: those of `mask`.
         responses: of the mini-batch; None: those with a token.
@@ -69,10 +69,10 @@ def mean_loss(
 
 
 def unit_factors(lengths: Tensor, groups: list[str], *, unit: str, updates: int) -> Tensor:
-    """float64[B]: what the advantages of each response of a batch are multiplied with.
+    """Return the factors, float64[B], by which the advantages of each response of a batch are multiplied.
 
     Args:
-        lengths: int[B], tokens of each response that count.
+        lengths: int[B], number of tokens that count in each response.
         groups: the group of each response.
         updates: mini-batches of the batch.
     """

@@ -4,7 +4,7 @@
 
 with a mean over all tokens of the batch (`unit: batch`), no KL term, no division by the standard deviation, and groups
 of equal rewards replaced. pi_rollout is the inference engine's.
-rho = 2 and high = .272 are of the authors' script (allenai/open-instruct@0483eb1, scripts/train/olmo3/7b_think_rl.sh).
+rho = 2 and high = .272 are in the authors' script (allenai/open-instruct@0483eb1, scripts/train/olmo3/7b_think_rl.sh).
 Training takes these weights from verl (trainer/ppo/rollout_corr_helper.py); a test compares them with `truncate`.
 Departures: log-ratios are held within +-20.
 """
@@ -16,10 +16,10 @@ from verl_ext.objectives.terms import Terms, Tokens, weighted
 
 
 def truncate(ratio: Tensor, rho: float) -> Tensor:
-    """min(ratio, rho): truncated importance sampling."""
+    """Return min(ratio, rho): truncated importance sampling."""
     return ratio.clamp(max=rho)
 
 
 def olmorl(tokens: Tokens, *, low: float, high: float) -> Terms:
-    """Objective of each token; `tokens.weights` are `truncate(pi_old / pi_rollout, rho)`."""
+    """Return the objective of each token; `tokens.weights` are `truncate(pi_old / pi_rollout, rho)`."""
     return weighted(ppo(tokens, low=low, high=high), tokens.weights)

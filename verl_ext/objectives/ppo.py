@@ -4,7 +4,7 @@
 
 GRPO: arXiv:2402.03300, Eq. 3, without its KL term (beta = 0); low = high = .2; mean over a response's tokens, then over
 responses. DAPO: arXiv:2503.14476, Eq. 8; low .2, high .28; mean over tokens. The presets differ in advantages, in the
-mean and in the rollouts that are taken.
+mean and in the rollouts that they use.
 Departures: log r is held within +-20. Dual clip (arXiv:1912.09729, Eq. 5) is an option that neither paper has: where
 A < 0 the objective is at least `dual_clip` x A. From 4.9e8 on, e^20, it never acts: 1e9 is off.
 """
@@ -15,7 +15,7 @@ from verl_ext.objectives.terms import Terms, Tokens, clipped, log_ratio
 
 
 def ppo(tokens: Tokens, *, low: float, high: float, dual_clip: float = 1e9) -> Terms:
-    """Objective of each token. `clipped_low`, `clipped_high`: tokens whose gradient the clip took, dual clip's too."""
+    """Return the objective of each token; `clipped_low` and `clipped_high` count the dual clip too."""
     ratio = log_ratio(tokens).exp()
     terms = clipped(ratio, tokens.advantages, low, high)
     floor = dual_clip * tokens.advantages

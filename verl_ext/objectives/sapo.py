@@ -12,7 +12,7 @@ from verl_ext.objectives.terms import Terms, Tokens, log_ratio, none_of
 
 
 def sapo(tokens: Tokens, *, tau_pos: float, tau_neg: float) -> Terms:
-    """Objective of each token. Nothing is clipped."""
+    """Return the objective of each token. Nothing is clipped."""
     ratio = log_ratio(tokens).exp()
     tau = torch.where(tokens.advantages > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 PIECEWISE = ((8_000, 0.0), (12_000, -0.04), (16_384, -0.2592))  # tokens, penalty: slopes -0.01 and -0.05 per 1,000
 TOOL_BONUS_PER_CALL = 0.1
-TOOL_BONUS_CEILING = -0.6  # of a wrong answer's reward
+TOOL_BONUS_CEILING = -0.6  # highest reward of a wrong answer with the bonus
 
 
 def overlong_penalty(response_length: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """Soft length penalty: 0 up to `max_length - buffer` tokens, then a straight line down to -1.
+    """Return the soft length penalty: 0 up to `max_length - buffer` tokens, then a straight line down to -1.
 
     Source: DAPO (arXiv:2503.14476), Eq. 13, with L_max = max_length and L_cache = buffer.
 
@@ -37,10 +37,10 @@ def overlong_penalty(response_length: Tensor, *, max_length: int, buffer: int) -
 
 
 def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[float, float]] = PIECEWISE) -> Tensor:
-    """Mild length penalty: straight lines between points, constant beyond the last.
+    """Return a mild length penalty: straight lines between points, constant beyond the last.
 
-    By default 0 below 8,000 tokens, -0.01 per 1,000 up to 12,000, -0.05 per 1,000 up to 16,384, as the write-up of the
-    published run recommends (bojieli/ai-agent-book@99cee91, chapter7/retool/README.md, without a run to show for it).
+    The default is 0 below 8,000 tokens, -0.01 per 1,000 up to 12,000, -0.05 per 1,000 up to 16,384, as the write-up of
+    the published run recommends (bojieli/ai-agent-book@99cee91, chapter7/retool/README.md, without a run as evidence).
 
     Args:
         response_length: int64[num_responses], tokens.
@@ -48,7 +48,7 @@ def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[flo
     Returns:
         float32[num_responses] in [-0.2592, 0]. 10000 -> -0.02, 12000 -> -0.04, 14000 -> -0.14, 16384 -> -0.2592.
     Raises:
-        ValueError: the points are not of that form.
+        ValueError: the points do not have that form.
     """
     starts, penalties = [start for start, _ in points], [penalty for _, penalty in points]
     if len(points) < 2 or penalties[0] != 0 or sorted(set(starts)) != starts or sorted(penalties)[::-1] != penalties:
@@ -64,10 +64,10 @@ def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[flo
 
 
 def tool_bonus(tool_calls: Tensor) -> Tensor:
-    """Bonus of a wrong answer for its calls, as in the published run, whose reward was min(-0.6, -1 + 0.1 x calls).
+    """Return the bonus of a wrong answer for its calls, by the published run's reward, min(-0.6, -1 + 0.1 x calls).
 
     Source: verl-recipe@48ea0a7, retool/retool.py, `compute_score`, which counts calls as (num_turns - 2) / 2. The paper
-    has no such term. An answer that is right gets none.
+    has no such term. A right answer gets no bonus.
 
     Args:
         tool_calls: int64[num_responses] of wrong responses.

@@ -4,12 +4,12 @@
     A_t = G_t - sum_i G_t W_t / sum_i W_t over the group,   W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2)
 
 G_t is the reward from token t on, W_t the squared norm of the gradient by logits so far. t counts the policy's own
-tokens: those of a tool are left out before responses are laid side by side. Where one response alone goes on, its
-baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
-Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward. Equal G_t are their
-own baseline, which rounding, and 1e-8 against a W_t as small, would miss. verl notes a score
-at a response's last token. Where a tool wrote that one (`retool.run_last_code`), verl's function drops the score;
-trainer/advantages.py moves it to the policy's last token. A log-prob that is no number adds nothing to W_t.
+tokens: those of a tool are left out before responses are laid side by side. From the t at which only one response is
+left, its baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
+Departures: 1e-8 in the denominator, as in verl; a group of one gets 0, while verl gives it its reward. Equal G_t are
+their own baseline, which rounding, and 1e-8 against a W_t as small, would miss. verl puts a score at a response's last
+token. If a tool wrote that token (`retool.run_last_code`), verl's function drops the score; trainer/advantages.py moves
+it to the policy's last token. A log-prob that is not a number adds nothing to W_t.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from verl_ext.objectives.group_mean import rows_of_groups
 
-# Names of algorithm.adv_estimator, verl's with ours, that give each token an advantage of its own.
+# Names of algorithm.adv_estimator, verl's and ours, that give each token a separate advantage.
 OF_TOKENS = ("tir_otb", "optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 def at_last_own(scores: Tensor, mask: Tensor) -> Tensor:
-    """float[B, T]: `scores` (float[B]) at the last token of `mask` in each response, 0 elsewhere."""
+    """Return `scores` (float[B]) at the last token of `mask` in each response, 0 elsewhere: float[B, T]."""
     is_last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     return torch.where(is_last, scores.unsqueeze(-1), 0)
 
@@ -37,7 +37,7 @@ def tir_otb(
     sum_pi_squared: Tensor,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """float[B, T]: advantages, 0 outside of `mask`.
+    """Return the advantages, float[B, T]; 0 outside `mask`.
 
     Args:
         rewards: float[B, T], of tokens.

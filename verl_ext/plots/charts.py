@@ -1,7 +1,7 @@
-"""Charts: what they show, and how a page has them. `static/charts.js` draws them with uPlot and shows the values under
-the pointer or under the arrow keys.
+"""Charts: what they show, and how a page includes them. `static/charts.js` draws them with uPlot and shows the values
+under the pointer or at the place chosen with the arrow keys.
 
-A page needs STYLES and SCRIPTS: by their addresses, or by `inline` where it is one file, which then loads nothing.
+A page needs STYLES and SCRIPTS: by their addresses, or by `inline` if it is a single file, which then loads nothing.
 """
 
 import base64
@@ -29,7 +29,7 @@ class Series:
         points: marks instead of a line, for a few measured values.
         spread: low and high of each value.
         key: the metric.
-        run: number of the run in the addresses of the viewer.
+        run: number of the run in the viewer's addresses.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Chart:
     """Lines over a common x axis; in a template, `{{ chart }}` is its HTML.
 
     Attributes:
-        include: values that the y axis must reach beside the data's.
+        include: values that the y axis must reach besides the data.
         log: logarithmic y axis; needs positive values.
-        stacked: bars instead, of which each series is a part; all have the same x.
+        stacked: bars instead of lines; each series is a part of them, and all have the same x.
     Raises:
         ValueError: no series, one without values, or parts of unequal length.
     """
@@ -68,8 +68,8 @@ class Chart:
             raise ValueError(f"Chart {self.title!r} is stacked: every part needs the same x.")
 
     def data(self) -> dict:
-        """For the script: as the fields, but all series over the same `x`, None where one has no value; `spread` as
-        [x, low, high]; and each with its `label`."""
+        """Return the fields for the script, with all series over the same `x`, None where one has no value; `spread` as
+        [x, low, high]; and a `label` for each."""
         x = sorted({at for each in self.series for at in each.x})
         found = asdict(self) | {"x": x} | {name: plain(getattr(self, name)) for name in ("title", "y_label", "x_label")}
         for each, label in zip(found["series"], self.labels, strict=True):
@@ -81,7 +81,7 @@ class Chart:
 
     @property
     def labels(self) -> list[str]:
-        """What tells the series apart: name, key or both."""
+        """Return labels that tell the series apart: name, key or both."""
         named, keyed = (len({getattr(each, field) for each in self.series}) > 1 for field in ("name", "key"))
         parts = [[each.name] * named + [each.key] * keyed for each in self.series]
         return [
@@ -90,7 +90,7 @@ class Chart:
 
     @property
     def ends(self) -> str:
-        """First and last values, for who cannot see the lines."""
+        """Return the first and last values, for readers who cannot see the lines."""
         return "; ".join(
             f"{label}: {each.y[0]:.4g} at {each.x[0]:g}, {each.y[-1]:.4g} at {each.x[-1]:g}"
             for label, each in zip(self.labels, self.series, strict=True)
@@ -106,13 +106,13 @@ class Chart:
 
 
 def inline(paths: Sequence[Path]) -> list[Markup]:
-    """The content of scripts or styles, for a page that is one file; with uPlot's comes its licence."""
+    """Return the content of scripts or styles for a single-file page; uPlot's comes with its licence."""
     notice = f"/*\n{(STATIC / 'uPlot.LICENSE.txt').read_text(encoding='utf-8')}\n*/\n"
     return [Markup(notice * (path == SCRIPTS[0]) + path.read_text(encoding="utf-8")) for path in paths]
 
 
 def inline_policy(scripts: Sequence[Path] = SCRIPTS) -> str:
-    """The policy of such a page: these scripts run and no others, and nothing is loaded from anywhere."""
+    """Return the policy of a single-file page: only these scripts run, and nothing is loaded from anywhere."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in inline(scripts))
     allowed = " ".join(f"'sha256-{each}'" for each in hashes)
     return POLICY.format(f"script-src {allowed}; style-src 'unsafe-inline'", "'none'")

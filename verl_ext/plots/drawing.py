@@ -1,4 +1,4 @@
-"""SVG files for docs, in the light colours of the pages: charts (charts.py), and a table of numbers as colours."""
+"""Draw SVG files for docs, in the light colours of the pages: charts (charts.py), and a table of numbers as colours."""
 
 import itertools
 import math
@@ -25,10 +25,10 @@ MISSING = "#e3e3e3"
 
 
 def write_picture(charts: Sequence[Chart], out: Path, *, columns: int = 3) -> None:
-    """Writes charts, `columns` in a row, each with the legend of its series if it has several.
+    """Write charts, `columns` in a row, each with a legend if it has several series.
 
     Raises:
-        ValueError: a stacked chart; only pages have these.
+        ValueError: a chart is stacked; only pages have such charts.
     """
     names = [[each.name for each in chart.series] if len(chart.series) > 1 else [] for chart in charts]
     row_height = HEIGHT + HEAD + LEGEND_ROW * max((-(-len(legend) // 2) for legend in names), default=0)
@@ -56,12 +56,11 @@ def write_heat_map(
     scale: tuple[float, float],
     out: Path,
 ) -> None:
-    """Writes the map, for what has two axes that are no numbers; a cell that is not in `cells` is grey and says
-    `missing`.
+    """Write a heat map over two axes that are not numbers; a cell that is not in `cells` is grey and says `missing`.
 
     Args:
         cells: (row, column) -> value, and the text that is shown.
-        scale: values of the palest and of the darkest colour; what is beyond them has theirs.
+        scale: values of the palest and of the darkest colour; values beyond them get the same colours.
     """
     marks = [f'<text x="10" y="20" font-size="15">{escape(title)}</text>']
     for place, column in enumerate(columns):
@@ -88,7 +87,7 @@ def write_heat_map(
 
 
 def linear_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round values (steps of 1, 2 or 5 times a power of ten), about five of them, whose ends enclose [low, high].
+    """Return about five round values (steps of 1, 2 or 5 times a power of ten) whose ends enclose [low, high].
 
     (0.03, 0.97) -> 0, 0.2, ..., 1.0. With `whole`, steps of at least 1 and the ends inside: the ticks of a step axis.
     """
@@ -105,7 +104,7 @@ def linear_ticks(low: float, high: float, *, whole: bool = False) -> list[float]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten whose ends enclose [low, high]. (0.2, 6.4) -> 0.2, 0.5, 1, 2, 5, 10."""
+    """Return 1, 2 and 5 times powers of ten whose ends enclose [low, high]. (0.2, 6.4) -> 0.2, 0.5, 1, 2, 5, 10."""
     if low <= 0:
         raise ValueError(f"A logarithmic axis needs positive values, got {low}.")
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -131,7 +130,7 @@ def _colour(number: int) -> str:
 
 
 def _drawn(chart: Chart) -> Markup:
-    """The chart's attributes, axes and marks: what stands between `<svg` and `</svg>`."""
+    """Return the chart's attributes, axes and marks: the text between `<svg` and `</svg>`."""
     if chart.stacked:
         raise ValueError(f"Chart {chart.title!r} is stacked, and only pages have these.")
     xs = [x for each in chart.series for x in each.x]

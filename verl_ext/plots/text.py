@@ -1,12 +1,12 @@
-"""Text of others on a page of ours, the viewer's and the report's: nothing in it can hide or reorder."""
+"""Make foreign text safe to show in the viewer and the report: nothing in it can hide or reorder."""
 
 import re
 from typing import Any
 
 from markupsafe import Markup
 
-# Controls beyond ASCII, line ends, the blank pattern of Braille, annotations, and all of Unicode's property
-# Default_Ignorable_Code_Point: marks that turn the line, invisible joiners, fillers, selectors of variants, tags.
+# Controls beyond ASCII, line ends, the blank Braille pattern, annotations, and all of Unicode's property
+# Default_Ignorable_Code_Point: marks that change the direction, invisible joiners, fillers, variation selectors, tags.
 _HIDDEN = re.compile(
     "[\x7f-\x9f\u00ad\u034f\u061c\u115f-\u1160\u17b4-\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800"
     "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
@@ -16,11 +16,11 @@ _CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "
 
 
 def plain(text: Any) -> str:
-    """Control characters become their pictures (ESC: U+241B), what is invisible or turns the line its number."""
+    """Replace control characters by their pictures (ESC: U+241B), and invisible or reordering ones by their number."""
     shown = "" if text is None else str(text).replace("\r\n", "\n").translate(_CONTROL)
     return _HIDDEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", shown)
 
 
 def finalize(value: Any) -> Any:
-    """For jinja2: every text that a template shows, `plain`; markup of ours as it is."""
+    """Return what a template shows, for jinja2: text made `plain`, and our own markup as it is."""
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -37,9 +37,9 @@ CODE_SCHEMA = {  # as in the published run, verl-recipe@48ea0a7 retool/sandbox_f
     },
 }
 MALFORMED_KINDS = (
-    "bad_json",  # no JSON, or none of the form {"name": ..., "arguments": {...}}
+    "bad_json",  # not JSON, or not of the form {"name": ..., "arguments": {...}}
     "unknown_tool",
-    "missing_argument",  # or one of another type, or with another value, than the schema says
+    "missing_argument",  # or an argument whose type or value is not what the schema says
     "unclosed_tag",
     "unopened_tag",
     "empty_code",
@@ -48,10 +48,10 @@ MALFORMED_KINDS = (
 )
 
 TEMPLATE_DAY = date(2024, 7, 26)  # the day that a chat template's strftime_now gives; Llama 3's own without a clock
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # of a template, on some messages
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # templates raise them
 _USER, _MODEL, _REPLY = "(text of the user)", "(text of the model)", "(text of reply {})"
-ERROR_TOKENS = 128  # of an error that the model reads, however few an output may have: what was wrong, and what to do
-_CHARS_PER_TOKEN = 16  # tokenised of a long text per token that is kept; a text with longer tokens keeps fewer of them
+ERROR_TOKENS = 128  # an error may have so many, however few an output may have: it says what was wrong and what to do
+_CHARS_PER_TOKEN = 16  # that are tokenised per token that is kept of a long text; with longer tokens, fewer are kept
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9_+-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
@@ -74,13 +74,13 @@ class Call:
 
 
 class ToolProtocol(Protocol):
-    """One way to write calls. `tools` is always name -> schema in OpenAI's form, of the tools a sample may use."""
+    """One way to write calls. `tools` always maps the names of a sample's tools to their schemas in OpenAI's form."""
 
     stop: str | None  # the engine stops a turn after this text; None: at end tokens only
-    call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a turn of its own
+    call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a separate turn
 
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
-        """What the chat template gets as `tools`."""
+        """Return what the chat template gets as `tools`."""
 
     def call_end(self, text: str, *, thinking: bool = False) -> int | None:
         """Return where the `stop` that ends this turn ends; None if no stop in its text does.
@@ -92,32 +92,32 @@ class ToolProtocol(Protocol):
     def parse(
         self, text: str, tools: Mapping[str, dict], *, ended: bool, thinking: bool = False
     ) -> list[Call | MalformedCall]:
-        """The calls of one model turn, in order; none if it is an answer, or cut off. Thinking has no calls, nor has a
-        mention of a tag.
+        """Return the calls of one model turn, in order; none if it is an answer or cut off. Neither thinking nor the
+        mention of a tag is a call.
 
         Args:
-            text: the turn, up to `call_end` if it has that.
+            text: the turn, up to `call_end` if it has one.
             ended: its last token is an end token.
             thinking: as in `call_end`.
         """
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
-        """All text between a turn with calls and the model's next turn, for `SegmentEncoder`.
+        """Return all text between a turn with calls and the model's next turn, for `SegmentEncoder`.
 
         Args:
             outputs: one text per item of `parse`.
         Returns:
-            The outputs at odd places, and at even ones what frames them.
+            The outputs at odd places, and the text that frames them at even ones.
         """
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
-        """The text that a model would write to say `content` and to make `calls`, without the end token."""
+        """Return the text that a model would write to say `content` and to make `calls`, without the end token."""
 
 
 def with_fixed_day(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `data.apply_chat_template_kwargs`, with one day for a template that asks for today's.
+    """Return `data.apply_chat_template_kwargs`, with a fixed day for a template that asks for today's date.
 
-    SFT, RL and evaluation run on different days, and a run passes midnight: their prompts would differ.
+    SFT, RL and evaluation run on different days, and a run may pass midnight: their prompts would differ.
     """
     asks = "strftime_now" in str(tokenizer.chat_template)
     return dict(template_kwargs or {}) | ({"strftime_now": TEMPLATE_DAY.strftime} if asks else {})
@@ -134,7 +134,7 @@ def render(
     """Return the text of a conversation by the chat template.
 
     Raises:
-        ValueError: the template refuses the conversation, as some do without a user's turn, or with two in a row.
+        ValueError: the template refuses the conversation, as some do without a user's turn or with two in a row.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -184,7 +184,7 @@ class ChatReply:
         self._frames: dict[int, list[str]] = {}  # number of replies -> text before, between and after them
 
     def render(self, texts: Sequence[str]) -> list[str]:
-        """From after the end token of the model's turn up to where its next begins: frame, text, frame, ..., frame."""
+        """Return all from after the end token of the model's turn to its next turn: frame, text, frame, ..., frame."""
         if len(texts) not in self._frames:
             self._frames[len(texts)] = self._frame(len(texts))
         before, *after = self._frames[len(texts)]
@@ -216,19 +216,19 @@ class ChatReply:
 
 
 class SegmentEncoder:
-    """Encodes what stands between two turns of the model, so that what a tool says is text and nothing more.
+    """Encodes what stands between two turns of the model, so that a tool's output is text and nothing more.
 
     A tool may print `<|im_end|>`, `</interpreter>` or another added token of the tokenizer (special or not, but not
-    mere white space). In an output such a text is encoded in pieces, as any text. In the frame around the output, which
-    the protocol or the chat template wrote, it is encoded as that token. So no output can end its turn, or begin
+    mere white space). In an output, its text is encoded in pieces, like any text. In the frame around the output, which
+    the protocol or the chat template wrote, it is encoded as that token. So no output can end its turn or begin
     another.
 
-    Some tags of a protocol are no added tokens, such as `</interpreter>` with Qwen2.5. Then a printed tag looks to the
-    model like the real one, as outputs are not escaped. Only the model can be misled by it: calls, end and answer of a
-    rollout are read from the model's own tokens.
+    Some tags of a protocol are not added tokens, such as `</interpreter>` with Qwen2.5. Then a printed tag looks to the
+    model like the real one, because outputs are not escaped. Only the model can be misled by it: the calls, the end and
+    the answer of a rollout are read from the model's own tokens.
 
     Raises:
-        ValueError: the tokenizer takes such a text for the token even so.
+        ValueError: the tokenizer encodes the text of an added token as that token even in an output.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -236,11 +236,11 @@ class SegmentEncoder:
         self._plain_tokenizer, self._added = _plain_tokenizer(tokenizer)
 
     def encode_output(self, text: str) -> list[int]:
-        """The tokens of a tool's text by itself."""
+        """Return the tokens of a tool's text by itself."""
         return self._plain_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def encode(self, parts: Sequence[str]) -> list[int]:
-        """The tokens of a segment: of `ToolProtocol.reply`, or `[text]` of the model or the prompt."""
+        """Return the tokens of a segment: of `ToolProtocol.reply`, or `[text]` of the model or the prompt."""
         if not any(map(self._has_added_token, parts[1::2])):
             return self._tokenizer.encode("".join(parts), add_special_tokens=False)
         ids: list[int] = []
@@ -254,10 +254,10 @@ class SegmentEncoder:
 
 @lru_cache(maxsize=8)
 def _plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """A copy to encode text with, and the added tokens that it splits: those that are not mere white space.
+    """Return a copy to encode text with, and the added tokens that it splits: those that are not mere white space.
 
-    A copy, because `split_special_tokens` is a state that all threads share, and spares tokens that are not special.
-    Copying takes 1 s with a vocabulary of 150,000.
+    It is a copy because `split_special_tokens` is a state that all threads share, and does not split tokens that are
+    not special. Copying takes 1 s with a vocabulary of 150,000.
     """
     from transformers import AddedToken
 
@@ -275,13 +275,13 @@ def _plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedToke
 
 
 def strip_fence(code: str) -> str:
-    """The code as the model wrote it, less one Markdown fence around it."""
+    """Return the code as the model wrote it, without one Markdown fence around it."""
     fenced = _FENCE.match(code)
     return fenced.group(1) if fenced else code
 
 
 def format_output(stdout: str, stderr: str, *, traceback: str = "full") -> str:
-    """What a tool says: standard output, then standard error.
+    """Return what a tool says: standard output, then standard error.
 
     Args:
         traceback: "full", or "last_line" for the exception only (short contexts).
@@ -297,10 +297,10 @@ def format_output(stdout: str, stderr: str, *, traceback: str = "full") -> str:
 
 
 def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, encode: Callable[[str], list[int]]) -> str:
-    """`text` with at most `limit` tokens: its head, a note of how many characters are missing, its tail.
+    """Return `text` with at most `limit` tokens: its head, a note of how many characters are missing, its tail.
 
-    The note comes on top of `limit`; a text that is shorter than its note would be stays whole. A long text is first
-    bound by characters, so that the work does not grow with what a program prints. `encode` is that of the output
+    The note comes on top of `limit`; a text that the cut would not shorten stays whole. A long text is first bounded by
+    characters, so that the work does not grow with what a program prints. `encode` is the one for outputs
     (`SegmentEncoder.encode_output`).
     """
     if len(text.encode()) <= limit:  # no text has more tokens than bytes
@@ -327,11 +327,11 @@ def cut_reply(
     share: int,
     encode: Callable[[str], list[int]],
 ) -> str:
-    """`cut_output` to `limit` tokens, except that an error has `ERROR_TOKENS` if those are more.
+    """Return `cut_output` to `limit` tokens, except that an error may have `ERROR_TOKENS` if that is more.
 
     Args:
-        error: the end of `text` that says what was wrong; all of it in a message that no program wrote, "" without one.
-        share: tokens of the response that there is room for; neither the text nor the error has more.
+        error: the end of `text` that says what was wrong: all of a message that no program wrote, "" without an error.
+        share: tokens of the response that there is room for; neither the text nor the error gets more.
     """
     limit, most = min(limit, share), min(max(limit, ERROR_TOKENS), share)
     shown = cut_output(tokenizer, text, limit, encode)

@@ -21,10 +21,10 @@ def make_protocol(
     max_parallel_calls: int,
     repair_json: bool = False,
 ) -> ToolProtocol:
-    """The protocol "code" or "hermes"; the last two arguments are hermes'.
+    """Return the protocol "code" or "hermes"; only hermes uses the last two arguments.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is neither of these.
     """
     if name == "code":
         return CodeProtocol(tokenizer, template_kwargs)

@@ -1,7 +1,7 @@
-"""Reads the JSON of a hermes call so that no text of a model raises, and checks a call's arguments by its schema.
+"""Read the JSON of a hermes call in a way that withstands any text of a model, and check its arguments by its schema.
 
-Python's decoder accepts more than JSON has (NaN, a key twice), and gives back values that later code cannot bear: a
-thousand nested lists, which no encoder writes again, or the half of a surrogate pair, which no file name can have.
+Python's decoder accepts more than JSON has (NaN, a key twice), and returns values that later code cannot handle: a
+thousand nested lists, which no encoder can write, or half of a surrogate pair, which no file name can have.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64  # brackets within brackets
-MAX_DIGITS = 300  # of an integer: what a float can still hold
+MAX_DIGITS = 300  # of an integer, which a float can still hold
 _JSON_TYPES = {
     "string": str,
     "number": (int, float),
@@ -24,13 +24,13 @@ _JSON_TYPES = {
 
 
 def loads(text: str, *, strict: bool = True) -> Any:
-    """The value of a JSON text, which can be encoded again.
+    """Return the value of a JSON text, which can be encoded again.
 
     Args:
-        strict: as json.loads has it; False accepts raw control characters in strings.
+        strict: as in json.loads; False accepts raw control characters in strings.
     Raises:
-        ValueError: it is no JSON, nested deeper than MAX_DEPTH, has a key twice in an object, or a number that is not
-            finite or has more than MAX_DIGITS digits.
+        ValueError: it is not JSON, is nested deeper than MAX_DEPTH, has a key twice in an object, or has a number that
+            is not finite or has more than MAX_DIGITS digits.
     """
     try:
         value = json.loads(
@@ -48,20 +48,20 @@ def loads(text: str, *, strict: bool = True) -> Any:
 
 
 def short(value: Any) -> str:
-    """A value of `loads` in at most 80 characters, for a message."""
+    """Return a value of `loads` in at most 80 characters, for a message."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -> tuple[str, str] | None:
-    """What is missing in a call's arguments, or not as the schema says: kind of MALFORMED_KINDS and message; or None.
+    """Return kind (of MALFORMED_KINDS) and message if an argument is missing or violates the schema; None otherwise.
 
-    verl's schema (tools/schemas.py, 0.9.1) has `type`, `enum` and `required`, nothing of what is inside a list. An
-    argument that the schema does not have is the toolbox's matter: code runs whatever the model adds to it.
+    verl's schema (tools/schemas.py, 0.9.1) has `type`, `enum` and `required`, and nothing about the inside of a list.
+    The toolbox handles arguments that the schema does not have: code runs whatever the model adds to it.
 
     Args:
-        parameters: of the tool's schema.
-        name: of the tool.
+        parameters: those of the tool's schema.
+        name: the tool's name.
     """
     properties = parameters.get("properties") or {}
     for argument in parameters.get("required") or []:
@@ -122,7 +122,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether all strings can be encoded, and have no NUL, which no file name and no argument of a program can have."""
+    """Return whether all strings can be encoded and are free of NUL, which file names and program arguments forbid."""
     if isinstance(value, str):
         return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
     if isinstance(value, dict):

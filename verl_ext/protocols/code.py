@@ -16,12 +16,12 @@ CODE_START, CODE_STOP = "<code>", "</code>"
 _QUOTES = ("`", '"', "'")
 _OWN_LINE = re.compile(r"^[ \t]*(?P<tag><code>)[ \t]*$", re.MULTILINE)
 _UNQUOTED, _ANY = re.compile(r"(?<![`\"'])(?P<tag><code>)"), re.compile("(?P<tag><code>)")
-_ATTEMPT = re.compile(r"(?<![`\"'])<code>(?=\s*\n|[^\s`\"'.,;:!?)])")  # prose puts a blank or a comma behind the tag
+_ATTEMPT = re.compile(r"(?<![`\"'])<code>(?=\s*\n|[^\s`\"'.,;:!?)])")  # prose puts a blank or a comma after the tag
 _OTHER_CALL = re.compile(r"<tool_call>\s*[\[{]")
 
 
 class CodeProtocol:
-    """One call a turn, which ends at `</code>`; see `ToolProtocol`."""
+    """One call per turn, which ends at `</code>`; see `ToolProtocol`."""
 
     stop = CODE_STOP
     call_ends_turn = False
@@ -30,14 +30,14 @@ class CodeProtocol:
         self._user_turn = ChatReply(tokenizer, "user", template_kwargs)
 
     def schemas(self, tools: Mapping[str, dict]) -> None:
-        """None: the prompt itself says how to write code."""
+        """Return None: the prompt itself says how to write code."""
 
     def call_end(self, text: str, *, thinking: bool = False) -> int | None:
         """Return the end of the `</code>` that ends the turn: the first that neither ends a draft within thinking, nor
-        is only mentioned, in quotes or backticks. None if there is none: then the model goes on.
+        is only mentioned, in quotes or backticks. None if there is none: then the model continues.
 
         A `</code>` within a string of the program ends the program as well: the engine has stopped there, and the text
-        does not say whether the model has forgotten a quote.
+        does not show whether the model has forgotten a quote.
         """
         block = _first_block(text, thinking)
         return block and block[1]
@@ -68,7 +68,7 @@ class CodeProtocol:
         return []
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
-        """An `<interpreter>` block; after an end token, in a user's turn, as the assistant's is over."""
+        """Return an `<interpreter>` block; after an end token, which ends the assistant's turn, in a user's turn."""
         (output,) = outputs
         before, after = "\n<interpreter>\n", "\n</interpreter>\n"
         if ended:
@@ -88,7 +88,7 @@ class CodeProtocol:
 
 
 def split_call(text: str) -> tuple[str, str]:
-    """Split a turn that ends in a call: what stands before the call, and its code, less one Markdown fence.
+    """Split a turn that ends in a call into the text before the call, and its code without one Markdown fence.
 
     Args:
         text: one model turn that contains `</code>`.
@@ -122,10 +122,10 @@ def _first_block(text: str, thinking: bool) -> tuple[int, int] | None:
 
 
 def _opening(text: str, low: int, high: int) -> int:
-    """Return where the block that ends at `high` begins, or -1: the last `<code>` on a line of its own, else the last
+    """Return where the block that ends at `high` begins, or -1: the last `<code>` on a separate line, else the last
     one that is not in quotes, else the last.
 
-    A program may have the tag in a string, and prose may mention it. A draft within thinking that is over opens none.
+    A program may have the tag in a string, and prose may mention it. A draft in finished thinking opens no block.
     """
     over = text.rfind(THINK_STOP, low, high)
     for start in (low if over < 0 else over, low):

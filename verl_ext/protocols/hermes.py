@@ -1,7 +1,7 @@
-"""The hermes protocol: JSON calls between `<tool_call>` tags, several in a turn; tools answer in a turn of their own.
+"""The hermes protocol: JSON calls between `<tool_call>` tags, several in a turn; tools answer in a separate turn.
 
 verl's own parser (experimental/agent_loop/tool_parser.py, 0.9.1) drops a call that it cannot read, and the rollout
-ends. Here the model is told what was wrong.
+ends. With this one the model reads what was wrong.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_SURPLUS = 64  # calls of a turn beyond those that are run, which are answere
 
 _TAG = re.compile(
     r"(?<![`\"'])</?think>"
-    r"|<tool_call>(?P<json>\s*(?:[\[{]|```))"  # also in quotes: nobody mentions so much of a call
+    r"|<tool_call>(?P<json>\s*(?:[\[{]|```))"  # also in quotes: a mere mention has no JSON
     r"|(?<![`\"'])<tool_call>(?P<line>[ \t]*\n)?"
 )
-_UNOPENED = re.compile(r"(?:\A|[\])}]\s*|\n[ \t]*|[^\s`\"'])</tool_call>")  # what prose mentions stands behind a blank
+_UNOPENED = re.compile(r"(?:\A|[\])}]\s*|\n[ \t]*|[^\s`\"'])</tool_call>")  # a mention in prose follows a blank
 _STRING_OR_TAG = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|</?tool_call>', re.DOTALL)
 _INVALID_ESCAPE = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
 
@@ -58,7 +58,7 @@ class HermesProtocol:
         return list(tools.values()) or None
 
     def call_end(self, text: str, *, thinking: bool = False) -> None:
-        """None: only its end token ends a turn."""
+        """Return None: only its end token ends a turn."""
 
     def parse(
         self, text: str, tools: Mapping[str, dict], *, ended: bool, thinking: bool = False
@@ -66,7 +66,7 @@ class HermesProtocol:
         if not ended:
             return []
         found: list[Call | MalformedCall] = []
-        mentions: list[MalformedCall] = []  # tags that no JSON follows: prose about a call, if there is another call
+        mentions: list[MalformedCall] = []  # tags without JSON: prose about a call, if there is another call
         limit, position, last_box = self._max_parallel_calls, 0, text.rfind("\\boxed{")
         if thinking:
             over = text.find(THINK_STOP)
@@ -98,7 +98,7 @@ class HermesProtocol:
         is_json = tag["json"] is not None
         following = text.find(CALL_START, body_start)
         stop = text.find(CALL_STOP, body_start, following if following >= 0 and not is_json else len(text))
-        is_answer = last_box >= start  # a turn that boxes one behind what is no call
+        is_answer = last_box >= start  # the turn boxes an answer after the tag, if this is not a call
         if stop < 0:
             is_told = is_json or (tag["line"] is not None and following < 0)
             is_told = is_told and not (following < 0 and is_answer)
@@ -128,7 +128,7 @@ class HermesProtocol:
             return []
         if _UNOPENED.search(text):
             return [MalformedCall("unopened_tag", f"{CALL_STOP} without {CALL_START}")]
-        code_start = text.find("<code>")  # a regular expression would take quadratic time where a model repeats a tag
+        code_start = text.find("<code>")  # a regular expression would take quadratic time if a model repeats a tag
         if 0 <= code_start < text.rfind("</code>"):
             return [MalformedCall("other_protocol", f"write calls as JSON between {CALL_START} and {CALL_STOP}")]
         return []
@@ -165,7 +165,7 @@ class HermesProtocol:
         return Call(name, arguments, start, repaired)
 
     def _repair(self, body: str) -> Any:
-        """The JSON of `body` with raw control characters and invalid escapes in strings taken literally, or None."""
+        """Return the JSON of `body`, with raw control characters and invalid escapes taken literally, or None."""
         if not self._repair_json:
             return None
         try:
@@ -175,7 +175,7 @@ class HermesProtocol:
 
 
 def _end_of_json(text: str, start: int) -> int | None:
-    """Return where the first `</tool_call>` outside of JSON's strings begins; None if a call opens before, or none."""
+    """Return where the first `</tool_call>` outside of JSON strings begins; None if a call opens first or none ends."""
     for token in _STRING_OR_TAG.finditer(text, start):
         if token[0] in (CALL_START, CALL_STOP):
             return token.start() if token[0] == CALL_STOP else None

@@ -1,7 +1,7 @@
-"""What of a turn is thinking, in which nothing is a call: from `<think>` to the first `</think>` after it.
+"""Find the part of a turn that is thinking, in which nothing is a call: from `<think>` to the next `</think>`.
 
-Thinking that is never closed reaches to the end of the turn. A `</think>` that nothing opened closes what stands before
-it: many chat templates open the thinking in the prompt. A tag right behind a quote or a backtick is only mentioned.
+Thinking that is never closed reaches to the end of the turn. A `</think>` that nothing opened closes all text before
+it: many chat templates open the thinking in the prompt. A tag right after a quote or a backtick is only mentioned.
 """
 
 import re

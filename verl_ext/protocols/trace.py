@@ -1,4 +1,4 @@
-"""From a conversation to the segments of a rollout: what the model wrote, and what stood between its turns.
+"""Turn a conversation into the segments of a rollout: what the model wrote, and what stood between its turns.
 
 Three forms are understood: `{role, content}` with the role `interpreter` and code between `<code>` tags; the published
 ReTool-SFT, with tool calls as objects and the interpreter as role `tool`; and its original form, with the interpreter's
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PROMPT_ROLES = ("system", "user")
 TOOL_ROLES = ("interpreter", "tool")
-ANY_NUMBER = 1000  # of calls in a turn of a trace: their limit is the rollout's
+ANY_NUMBER = 1000  # of calls in a turn of a trace: only rollouts have a limit
 
 # ReTool-SFT was made by a format string that nobody formatted: its prompts ask for \boxed{{...}}.
 _DOUBLED = re.compile(r"\\boxed\{\{([^{}]*)\}\}")
@@ -74,14 +74,14 @@ def split_trace(
     Args:
         messages: system and user messages, then the assistant's, each with calls followed by the tools' answers; the
             last one without calls. A list, or JSON text.
-        tools: schemas in OpenAI's form, as a list or as JSON text; None for the interpreter alone.
-        eos: text of the token that ends a turn; "" where there is no tokenizer.
+        tools: schemas in OpenAI's form, as a list or as JSON text; None for the interpreter only.
+        eos: text of the token that ends a turn; "" without a tokenizer.
         render: the text of the prompt's messages with their tools, by the chat template. If it opens `<think>`, a turn
-            does not open it again, and must close it.
+            must not open it again, and must close it.
     Returns:
         The prompt's messages; the tools that go into its template; and the response.
     Raises:
-        ValueError: it is no such conversation, or has a call that the agent loop would refuse; says why.
+        ValueError: it is no such conversation, or has a call that the agent loop would refuse; the message says why.
     """
     messages, keep_nulls = messages_of(messages), isinstance(messages, str)
     schemas = schemas_of(tools)
@@ -150,7 +150,7 @@ def messages_of(value: Any) -> list[dict]:
 
 
 def text_of(message: Mapping[str, Any], *, optional: bool = False) -> str:
-    """Return what the assistant wrote: the thinking, if it stands in a key of its own, and then the content."""
+    """Return what the assistant wrote: the thinking, if it stands in a separate key, and then the content."""
     content = _text(message, optional=optional)
     reasoning = next((message[key] for key in _REASONING if message.get(key)), "")
     if not isinstance(reasoning, str):
@@ -177,7 +177,7 @@ def split_outputs(text: str) -> tuple[list[tuple[str, str]], str]:
 
 
 def _within_thinking(text: str, before: str) -> str:
-    """Return the turn as the model goes on behind a prompt that opens `<think>`: without an opening of its own."""
+    """Return the turn as the model continues a prompt that opens `<think>`: without a second opening tag."""
     if text.lstrip().startswith(THINK_START):
         text = text.lstrip().removeprefix(THINK_START)
         text = text.removeprefix("\n") if before.endswith("\n") else text
@@ -212,21 +212,21 @@ def _check_calls(text: str, calls: list[Call], schemas: dict, protocol: ToolProt
 
 
 def _essence(call: Call) -> tuple[str, dict[str, Any]]:
-    """What is run: code without the fence and the line ends that a protocol takes away or adds."""
+    """Return what is run: code without the fence and the line ends that a protocol removes or adds."""
     if call.tool != CODE_TOOL:
         return call.tool, call.arguments
     return call.tool, call.arguments | {"code": strip_fence(str(call.arguments.get("code"))).strip("\n")}
 
 
 def _own(text: str, eos: str) -> Segment:
-    """What the model wrote of a turn, before its end token."""
+    """Return what the model wrote of a turn, before its end token."""
     if eos and eos in text:
         raise ValueError(f"the end token {eos} within a turn, where a rollout would have ended: {text[-200:]!r}")
     return Segment([text], True)
 
 
 def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_Turn]:
-    """The turns of the model; raises ValueError where roles do not alternate."""
+    """Yield the turns of the model; raise ValueError if roles do not alternate."""
     roles = [message.get("role") for message in messages]
     wrong = ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
     i = 0
@@ -250,7 +250,7 @@ def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_T
 
 
 def _inline_turns(text: str) -> Iterator[_Turn]:
-    """The turns of one text of the assistant, in which the interpreter may have answered."""
+    """Yield the turns of one text of the assistant, in which the interpreter may have answered."""
     parts, rest = split_outputs(text)
     for content, output in parts:
         yield _with_call(content, [output])
@@ -260,7 +260,7 @@ def _inline_turns(text: str) -> Iterator[_Turn]:
 
 
 def _with_call(content: str, outputs: list[str]) -> _Turn:
-    """A turn that ends in code between tags."""
+    """Return a turn that ends in code between tags."""
     text = content.rstrip()
     if not text.endswith(CODE_STOP):
         raise ValueError(f"the interpreter answers a message that does not end in {CODE_STOP}: {content[-100:]!r}")
@@ -269,11 +269,11 @@ def _with_call(content: str, outputs: list[str]) -> _Turn:
 
 
 def _call(call: Any, schemas: dict, keep_nulls: bool) -> Call:
-    """A call of a trace.
+    """Return a call of a trace.
 
     Args:
-        keep_nulls: a null is one. Otherwise it is dropped, unless the tool requires the argument: in a Parquet column
-            every object has every key of the column, most of them null.
+        keep_nulls: keep a null as a value. Otherwise it is dropped, unless the tool requires the argument: in a Parquet
+            column every object has every key of the column, and most of them are null.
     """
     function = call.get("function") or call if isinstance(call, dict) else {}
     name, arguments = function.get("name"), function.get("arguments")
@@ -289,11 +289,11 @@ def _call(call: Any, schemas: dict, keep_nulls: bool) -> Call:
 
 
 def schemas_of(tools: Any) -> dict[str, dict]:
-    """Name -> schema of tools in OpenAI's form, a list or JSON text; of the interpreter where there are none."""
+    """Return name -> schema of tools in OpenAI's form, a list or JSON text; of the interpreter if there are none."""
     tools = _without_nulls(_plain(_json(tools, "tools") if isinstance(tools, str) else tools))
     if not tools:
         return {CODE_TOOL: CODE_SCHEMA}
-    try:  # as verl's tools give their schemas to a rollout's prompt: what else they say is left out
+    try:  # as verl's tools give their schemas to a rollout's prompt, without further keys
         functions = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
         schemas = [_tool_model().model_validate(function) for function in functions]
     except (ValueError, TypeError) as error:
@@ -303,7 +303,7 @@ def schemas_of(tools: Any) -> dict[str, dict]:
 
 @functools.cache
 def _tool_model() -> Any:
-    """verl's `OpenAIFunctionToolSchema`, from its file: to import verl takes 5 s, more than the doctor's quick part."""
+    """Load `OpenAIFunctionToolSchema` from its file: importing verl takes 5 s, more than the doctor's quick part."""
     spec = importlib.util.spec_from_file_location("verl_tools_schemas", VERL / "tools" / "schemas.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -327,7 +327,7 @@ def _text(message: Mapping[str, Any], *, optional: bool = False) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for the arrays that pandas gives, at any depth."""
+    """Return `value` with lists in place of the arrays that pandas gives, at any depth."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):

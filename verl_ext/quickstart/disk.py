@@ -1,4 +1,4 @@
-"""Whether something failed because a disk is full, and what to say then: the folder, what is free, how to free some."""
+"""Find out whether a full disk made something fail, and report the folder, its free space and how to free more."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded)[^'\"\n]*: [
 
 
 def is_full(folder: Path) -> bool:
-    """Whether next to nothing can be written there: no bytes or no inodes are left to this user."""
+    """Return whether almost nothing can be written there: no bytes or no inodes are left for this user."""
     seen = os.statvfs(_existing(folder))
     if seen.f_blocks == 0:  # no disk: /proc and the like
         return False
@@ -26,11 +26,11 @@ def is_full(folder: Path) -> bool:
 
 
 def full_folder(candidates: Iterable[Path], output: str = "") -> Path | None:
-    """The folder whose disk was full when a command failed; None if no disk was.
+    """Return the folder whose disk was full when a command failed; None if no disk was.
 
     Args:
         candidates: folders that the command writes to.
-        output: of the command. It counts also where the command has since given the space back.
+        output: the command's output. It counts even if the command has since freed the space.
     """
     folders = list(candidates)
     if SIGNS.search(output):
@@ -41,7 +41,7 @@ def full_folder(candidates: Iterable[Path], output: str = "") -> Path | None:
 
 
 def describe(folder: Path) -> str:
-    """Says that the folder's disk is full, how much is free, and which commands free some."""
+    """Return a message that the folder's disk is full: how much is free and which commands free some."""
     there = _existing(folder)
     mount = there.resolve()
     while not os.path.ismount(mount):

@@ -16,7 +16,7 @@ JOURNAL = "stages.json"  # in a quickstart's folder
 
 
 def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # noqa: UP006, UP045
-    """`out` and `source` are absolute; `out` is None where it follows from `source` (--from)."""
+    """Parse the options; `out` and `source` become absolute, `out` is None if it follows from `source` (--from)."""
     parser = argparse.ArgumentParser(
         prog="quickstart.sh",
         description="Teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
@@ -72,7 +72,7 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
 
 
 def model_of(args: argparse.Namespace) -> str:
-    """`--model`, or the one of the run that `--from` names; "" where that has no SFT, which the pipeline tells."""
+    """Return `--model`, or that of the run that `--from` names; "" if that has no SFT, which the pipeline reports."""
     if not args.source:
         return args.model
     entries = json.loads((args.source / JOURNAL).read_text())

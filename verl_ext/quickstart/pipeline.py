@@ -3,8 +3,8 @@
     python -m verl_ext.quickstart [--stage STAGE] [--fresh] [--out DIR] ...
 
 scripts/quickstart.sh sets up the environment and calls this. Each stage is a launcher of recipe/ or a command that
-README names; this file only orders them, shows how they progress, and sees to it that nothing they started outlives
-them (verl_ext/quickstart/supervise.py).
+README names; this file only orders them, shows their progress, and makes sure that nothing they started outlives them
+(verl_ext/quickstart/supervise.py).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ LICENCE_FILES = ("LICENSE", "NOTICE")
 EVALUATION_SAMPLES = 2  # responses per held-out problem
 ShowProgress = Callable[[Path], Watch]
 AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
-SANDBOX_OPTIONS = ("--preload=",)  # the tasks' programs import nothing, and a fork of less costs less
+SANDBOX_OPTIONS = ("--preload=",)  # the tasks' programs import nothing, and a smaller fork is cheaper
 
 
 @dataclass
@@ -57,9 +57,9 @@ class Quickstart:
     sft: list[str]
     rl: list[str]
     supervisor: Supervisor
-    source: Source | None = None  # the quickstart whose data and SFT this one has
+    source: Source | None = None  # the quickstart whose data and SFT this one uses
     rung: Rung = RUNGS["tiny"]
-    model_path: str = ""  # a model that is there already, a folder or a name on the hub; "": the rung's own is built
+    model_path: str = ""  # an existing model, a folder or a name on the hub; "": the rung's own is built
     python: str = ""  # of warm_python, for all stages; "": each has its own
 
     def launch(
@@ -73,7 +73,7 @@ class Quickstart:
         self.supervisor.run(command, log=log, env=env, watch=lambda: [watch() for watch in watches])
 
     def settings(self, step: str) -> dict[str, object]:
-        """The settings that the result of a step depends on."""
+        """Return the settings that the result of a step depends on."""
         if self.source and step in TAKEN_STEPS:
             return self.source.settings[step] | {"from": self.source.digests}
         task = self.rung.task_digest()
@@ -89,7 +89,7 @@ class Quickstart:
 
 
 def make_data(run: Quickstart) -> None:
-    """Word problems, and tokenizer and initial model unless they are there already."""
+    """Make word problems, and tokenizer and initial model unless they exist."""
     prepare, build = (str(run.rung.tools / name) for name in ("prepare.py", "build_model.py"))
     seed = ["--seed", str(run.seed)]
     log = run.out / "data.log"
@@ -115,7 +115,7 @@ def train_rl(run: Quickstart) -> None:
 def merge(run: Quickstart, name: str) -> None:
     """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as the tutorials do by hand.
 
-    The licence of the model that training began with, and the notice of what was changed, go with it.
+    The licence of the model that training began with, and the notice of what was changed, are copied with it.
     """
     if (step := checkpoints.tracked_step(run.out / name)) is None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
@@ -146,7 +146,7 @@ def evaluate(run: Quickstart, when: str) -> None:
     ]
     shutil.rmtree(target, ignore_errors=True)
     with running_server(options=SANDBOX_OPTIONS) as url:
-        # No doctor: the settings are those of the RL run, and every input is of the stages before.
+        # No doctor: the settings are those of the RL run, and every input comes from earlier stages.
         environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
         run.launch(run.rung.rl_launcher, overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
     if not list(target.glob("*.jsonl")):
@@ -183,7 +183,7 @@ class Journal:
         return any(entry["stage"] == step and entry["status"] == "done" for entry in self.entries)
 
     def other_settings(self, run: Quickstart) -> dict | None:
-        """The first step that is there and was made with other settings; None if there is none."""
+        """Return the first existing step that was made with other settings; None if there is none."""
         return next((entry for entry in self.entries if entry["settings"] != run.settings(entry["stage"])), None)
 
     def add(self, **entry: object) -> None:
@@ -191,7 +191,7 @@ class Journal:
         durable.write_text(self.path, json.dumps(self.entries, indent=2) + "\n")
 
     def wall_s(self, step: str) -> float:
-        """Seconds that earlier, broken attempts at the step took."""
+        """Return the seconds that earlier, interrupted attempts at the step took."""
         return sum(entry["wall_s"] for entry in self.entries if entry["stage"] == step)
 
 
@@ -200,7 +200,7 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
 
     Raises:
         CommandFailed: a command failed, or a step that `stages` leaves out was not run before.
-        SystemExit: a step that is there was made with other settings.
+        SystemExit: an existing step was made with other settings.
     """
     journal = Journal(run.out / JOURNAL)
     if entry := journal.other_settings(run):
@@ -232,7 +232,7 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
             action(run)
         except BaseException:
             ended = {"finished": time.time(), "wall_s": before + time.time() - started, "status": "broken"}
-            with contextlib.suppress(OSError):  # on a full disk: what broke the step is to be told
+            with contextlib.suppress(OSError):  # on a full disk: the error of the step matters more
                 journal.add(**entry, **ended, peak_gb=run.supervisor.peak_gb())
             raise
         wall_s = before + time.time() - started
@@ -243,7 +243,7 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
 
 
 def take_source(run: Quickstart, journal: Journal) -> None:
-    """Take data and SFT from the quickstart that `--from` names, unless that was done; says what is taken.
+    """Take data and SFT from the quickstart that `--from` names, unless that was done, and print what is taken.
 
     Raises:
         NoSource: a file changed while it was copied.
@@ -259,7 +259,7 @@ def take_source(run: Quickstart, journal: Journal) -> None:
 
 
 def next_folder(run: Quickstart) -> Path:
-    """Where another run from a quickstart's SFT goes: FOLDER-2, -3, ..., the first that is new or holds this run."""
+    """Return the folder for another run from a quickstart's SFT: FOLDER-2, -3, ..., the first new one or this run's."""
     source = run.source.folder
     for number in itertools.count(2):
         out = source.with_name(f"{source.name}-{number}")
@@ -271,7 +271,7 @@ def delete_run(out: Path) -> None:
     """Delete an output folder, unless it looks like something else: --out may be mistyped.
 
     Raises:
-        SystemExit: it lies outside of outputs/ and has no stages.json; or other runs are in it.
+        SystemExit: it lies outside outputs/ and has no stages.json, or other runs are in it.
     """
     if others := sorted(path.parent.name for path in out.glob(f"*/{JOURNAL}")):
         raise SystemExit(
@@ -315,7 +315,7 @@ def main() -> None:
 
 
 def _advice(error: Exception, out: Path | None) -> str:
-    """What to do about a full disk, whether the command that failed has said so or only its folder tells."""
+    """Return what to do about a full disk, whether the failed command reported it or only its folder shows it."""
     if isinstance(error, DiskFull):
         return AFTERWARDS
     return f"\n{disk.describe(out)}{AFTERWARDS}" if out and disk.is_full(out) else ""

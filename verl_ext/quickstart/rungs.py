@@ -15,7 +15,7 @@ from verl_ext.quickstart.options import REPO
 
 @dataclass(frozen=True)
 class Rung:
-    """One model with its task; `name` as `--model` has it. `tools` has prepare.py and build_model.py."""
+    """One model with its task; `name` is that of `--model`. `tools` has prepare.py and build_model.py."""
 
     name: str
     tools: Path
@@ -26,17 +26,17 @@ class Rung:
     titles: tuple[str, str]  # of the data's step and the SFT's
     task: tuple[
         str, ...
-    ]  # globs of the repository's files that make the task: its data and its two configs, no machine's
+    ]  # globs of the repository's files that define the task: its data and its two configs, none of a machine's
 
     def task_digest(self) -> str:
-        """`digest` of what `task` names: results of another one are another task's."""
+        """Return `digest` of what `task` names: results with a different digest are another task's."""
         return digest(*self.task)
 
 
 def digest(*patterns: str) -> str:
-    """The first digits of the SHA-256 of the repository's files that globs name, in order.
+    """Return the first digits of the SHA-256 of the repository's files that globs name, in order.
 
-    Of a YAML its values count, and no comment; of Python all but comments, docstrings and empty lines.
+    For YAML only the values count, not comments; for Python, all except comments, docstrings and empty lines.
     """
     files = sorted(path for pattern in patterns for path in REPO.glob(pattern))
     return hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:16]
@@ -52,7 +52,7 @@ def _content(path: Path) -> bytes:
 
 
 def _code(source: str) -> str:
-    """As written: syntax trees, and what is made of them, differ between versions of Python."""
+    """Return code as written: syntax trees, and what is made of them, differ between versions of Python."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -1,7 +1,7 @@
 """The data and the SFT of another quickstart, from which a new RL run starts (`quickstart.sh --from FOLDER`).
 
-They are copied, so that the new run's folder is whole and its report has all parts; the checkpoints of SFT, which the
-merged model makes dispensable, are not.
+They are copied, so that the new run's folder is whole and its report has all parts. The checkpoints of SFT are not
+copied, because the merged model replaces them.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from verl_ext.checkpoints.folder import SAVING, TRACKER
 from verl_ext.quickstart.options import JOURNAL
 from verl_ext.runs.lock import TRAINING_LOCK
 
-STEPS = ("data", "sft", "merge_sft")  # of the pipeline, that are taken
+STEPS = ("data", "sft", "merge_sft")  # steps of the pipeline that are taken
 TAKEN = {  # what RL and the evaluations read -> what it is
     "data/rl_train.parquet": "training problems",
     "data/eval.parquet": "evaluation problems",
@@ -39,7 +39,7 @@ class Source:
     digests: dict[str, str]  # file of TAKEN -> the first digits of its SHA-256
 
     def describe(self) -> str:
-        """Names what is taken, a line each."""
+        """Return what is taken, one line for each."""
         made = self.settings["sft"]
         options = "".join(f", {name} {made[name]}" for name in ("data", "sft") if made[name])
         lines = [f"[from] {self.folder}: data and SFT of seed {made['seed']}{options}"]
@@ -50,7 +50,7 @@ class Source:
         """Copy data, initial model and SFT, without checkpoints.
 
         Raises:
-            NoSource: a file changed meanwhile.
+            NoSource: a file changed in the meantime.
         """
         for name in ("data", "model", "sft"):
             if (self.folder / name).is_dir():
@@ -62,10 +62,10 @@ class Source:
 
 
 def find_source(folder: Path) -> Source:
-    """The data and the SFT of a quickstart, checked.
+    """Return the data and the SFT of a quickstart, checked.
 
     Raises:
-        NoSource: a step was not run, or a file is not there.
+        NoSource: a step was not run, or a file is missing.
     """
     again = f"`bash scripts/quickstart.sh --out {folder} --stage data --stage sft --stage merge` makes it"
     entries = {entry["stage"]: entry for entry in json.loads((folder / JOURNAL).read_text())}

@@ -1,7 +1,8 @@
-"""Run long commands so that one sees them progress, and so that nothing they started outlives them.
+"""Run long commands so that you see their progress, and so that nothing they started outlives them.
 
-Ray, vLLM and verl leave daemons, shared memory and sockets behind when they are killed, and some of it when not.
-Linux only: this process makes itself the reaper of its orphaned descendants, so every daemon stays in reach by its pid.
+Ray, vLLM and verl leave daemons, shared memory and sockets behind when they are killed, and some even when they are
+not. Linux only: this process makes itself the reaper of its orphaned descendants, so that it can reach every daemon by
+its pid.
 """
 
 import contextlib
@@ -51,11 +52,11 @@ class DiskFull(CommandFailed):
 class Supervisor:
     """Context manager around the commands of a pipeline; see the module's docstring.
 
-    Commands get a private `TMPDIR`, deleted at the end. SIGTERM and a closed terminal end the block like Ctrl-C does.
+    Commands get a private `TMPDIR`, deleted at the end. SIGTERM and a closed terminal end the block like Ctrl-C.
 
     Args:
-        lock: of the folder that the commands write to (runs/lock.py). They hold it, too: a command lives on if this
-            process is killed, and nobody else shall write there then.
+        lock: that of the folder that the commands write to (runs/lock.py). The commands also hold it: they survive if
+            this process is killed, and then nobody else may write there.
     """
 
     def __init__(self, lock: TextIO | None = None):
@@ -83,7 +84,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A second Ctrl-C must not interrupt the cleaning; it takes 2 x GRACE_S at the most.
+        # A second Ctrl-C must not interrupt the cleaning, which takes at most 2 x GRACE_S.
         self._old_handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in self._old_handlers:
             signal.signal(number, signal.SIG_IGN)
@@ -95,7 +96,7 @@ class Supervisor:
             signal.signal(number, handler)
 
     def peak_gb(self) -> float:
-        """Most memory (PSS, 10^9 bytes) that all descendants together have held since the last call."""
+        """Return the most memory (PSS, 10^9 bytes) that all descendants together have held since the last call."""
         peak, self._peak_bytes, self._peak_resident = self._peak_bytes, 0, 0
         return round(peak / 1e9, 2)
 
@@ -105,12 +106,12 @@ class Supervisor:
         """Run a command to its end, then end whatever it left running.
 
         Args:
-            log: its output goes here, appended; None for the terminal.
-            env: variables on top of this process's.
+            log: file to which its output is appended; None for the terminal.
+            env: variables in addition to this process's.
             watch: called every half second while it runs, to show progress.
         Raises:
             DiskFull: it failed, and a disk was full.
-            CommandFailed: it exited with another status than 0.
+            CommandFailed: it exited with a status other than 0.
         """
         environment = os.environ | {"TMPDIR": str(self._tmp), "PYTHONUNBUFFERED": "1"} | (env or {})
         written_to, logged_before, full = [self._tmp, SHARED_MEMORY], 0, None
@@ -119,7 +120,7 @@ class Supervisor:
             written_to.insert(0, log.parent)
             logged_before = log.stat().st_size if log.exists() else 0
         with open(log, "ab") if log else contextlib.nullcontext() as sink:
-            # A session of its own: Ctrl-C reaches this process only, which then ends the command in order.
+            # A separate session: Ctrl-C reaches only this process, which then ends the command in order.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -146,7 +147,7 @@ class Supervisor:
             raise DiskFull(f"{message}\n{full}") if full else CommandFailed(message)
 
     def _descendants(self) -> list[psutil.Process]:
-        """All processes below this one, but those that were there before, and the sandbox server of the pipeline.
+        """Return all processes below this one, except those that existed earlier and the pipeline's sandbox server.
 
         A command may have had its processes forked by the caller's warm_python.
         """
@@ -159,7 +160,7 @@ class Supervisor:
         ]
 
     def _interrupt(self, process: subprocess.Popen) -> None:
-        """Have a command end in order; what its processes hold is noted, as they may be gone before it is."""
+        """Have a command end in order; note first what its processes hold, because they may be gone before it is."""
         deadline = time.monotonic() + GRACE_S
         self._note_left_behind(self._descendants())
         process.send_signal(signal.SIGINT)
@@ -189,7 +190,7 @@ class Supervisor:
         while not self._stop.wait(MEMORY_POLL_S):
             descendants = self._fork_servers + self._descendants()
             resident = sum(seen.rss for process in descendants if (seen := _told(process.memory_info, None)))
-            if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
+            if resident > self._peak_resident:  # each PSS costs the kernel a walk over all pages
                 self._peak_resident = resident
                 whole = (_told(process.memory_full_info, None) for process in descendants)
                 self._peak_bytes = max(self._peak_bytes, sum(seen.pss for seen in whole if seen))
@@ -208,7 +209,7 @@ def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _told(question: Callable[[], T], otherwise: T) -> T:
-    """What psutil says of a process; `otherwise` where the process has ended, or lets nobody look."""
+    """Return what psutil says about a process; `otherwise` if the process has ended or denies access."""
     try:
         return question()
     except (psutil.Error, OSError):
@@ -224,9 +225,9 @@ def _runs(process: psutil.Process, module: str) -> bool:
 
 
 def _left_behind(process: psutil.Process) -> set[Path]:
-    """What a process may leave behind: shared memory, and verl's sockets.
+    """Return what a process may leave behind: shared memory, and verl's sockets.
 
-    Shared memory lies directly in /dev/shm; what it maps from folders there is a user's file, a checkpoint say.
+    Shared memory lies directly in /dev/shm; a mapped file in a folder there is a user's, such as a checkpoint.
     """
     maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in maps if not line.endswith("(deleted)")}
@@ -245,14 +246,14 @@ def _failure_message(command: list[str], returncode: int, log: Path | None) -> s
 
 
 def _end_of(log: Path, position: int, limit: int = 2**20) -> str:
-    """What a command has logged since `position` (bytes), its last `limit` bytes."""
+    """Return what a command has logged since `position` (bytes), at most the last `limit` bytes."""
     with open(log, "rb") as file:
         file.seek(max(position, log.stat().st_size - limit))
         return file.read().decode(errors="replace")
 
 
 def _new_lines(path: Path, positions: dict[Path, int]) -> Iterator[str]:
-    """Lines that are whole and that no earlier call gave; `positions` keeps where each file was read to, in bytes."""
+    """Yield whole lines that no earlier call gave; `positions` keeps where each file was read to, in bytes."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -263,7 +264,7 @@ def _new_lines(path: Path, positions: dict[Path, int]) -> Iterator[str]:
 
 
 def show_notes(log: Path) -> Watch:
-    """From a launcher's log: what the doctor found, and from which step a run resumes."""
+    """Print from a launcher's log what the doctor found, and from which step a run resumes."""
     positions = {log: log.stat().st_size if log.exists() else 0}
     findings: list[str] = []
 
@@ -281,7 +282,7 @@ def show_notes(log: Path) -> Watch:
 
 
 def _show_progress(folder: Path, describe: Callable[[dict], str | None], interval_s: float) -> Watch:
-    """Prints one line per training step that `describe` has words for, at most every `interval_s`; and the last."""
+    """Print a line per training step for which `describe` gives one, at most every `interval_s`; and the last one."""
     launched, printed, positions = time.time(), 0.0, {}
     first: tuple[int, float] | None = None
 
@@ -305,7 +306,7 @@ def _show_progress(folder: Path, describe: Callable[[dict], str | None], interva
 
 
 def _new_metrics(folder: Path, launched: float, positions: dict[Path, int]) -> Iterator[tuple[int, dict]]:
-    """(step, metrics) of each new line of verl's file loggers that this start has opened."""
+    """Yield (step, metrics) of each new line of verl's file loggers that this start has opened."""
     for path in sorted(folder.glob("metrics*.jsonl")):
         if path.stat().st_mtime >= launched:
             for record in map(json.loads, _new_lines(path, positions)):
@@ -313,18 +314,18 @@ def _new_metrics(folder: Path, launched: float, positions: dict[Path, int]) -> I
 
 
 def _total_steps(folder: Path) -> int:
-    """Planned steps, from the configuration that Hydra wrote when the run started; 0 while there is none."""
+    """Return the planned steps, from the configuration that Hydra wrote when the run started; 0 while there is none."""
     config = folder / "hydra" / "config.yaml"
     return OmegaConf.load(config).trainer.total_training_steps if config.exists() else 0
 
 
 def show_sft_progress(folder: Path) -> Watch:
-    """Lines such as `step 120/750 | loss 0.412 | ETA 2:10`, every 10 s."""
+    """Print lines such as `step 120/750 | loss 0.412 | ETA 2:10`, every 10 s."""
     return _show_progress(folder, lambda data: f"loss {data['train/loss']:.3f}" if "train/loss" in data else None, 10.0)
 
 
 def show_rl_progress(folder: Path) -> Watch:
-    """One line per step: score, accuracy, code use, tool errors, length, entropy, seconds."""
+    """Print one line per step: score, accuracy, code use, tool errors, length, entropy, seconds."""
 
     def describe(data: dict) -> str | None:
         if "train/acc" not in data:

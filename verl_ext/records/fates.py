@@ -1,4 +1,4 @@
-"""What became of a rollout's prompt, in the words of the records: `outcome` and `outcome_why` of a row."""
+"""The fate of a rollout's prompt, in the words of the records: `outcome` and `outcome_why` of a row."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ _WHY = {
 
 
 def why(end: PromptEnd, rows: Sequence[Mapping[str, Any]], *, is_filler: bool = False) -> str | None:
-    """Why a group has this end; None where the end says it all.
+    """Return why a group has this end; None if the end says it all.
 
     Args:
-        rows: of its rollouts, all of them.
-        is_filler: whether a batch has taken it for want of useful groups.
+        rows: of all its rollouts.
+        is_filler: whether a batch has taken it because it lacked useful groups.
     """
     text = _WHY.get(end)
     if end is PromptEnd.EQUAL:
@@ -34,6 +34,6 @@ def why(end: PromptEnd, rows: Sequence[Mapping[str, Any]], *, is_filler: bool = 
 
 
 def why_left_out(row: Mapping[str, Any]) -> str:
-    """Why a rollout of a trained group is not in the batch."""
+    """Return why a rollout of a trained group is not in the batch."""
     end = row["end_reason"]
     return f"left out of the batch: {end}" if end in _NOT_JUDGED else "left out of the batch by the sampler's rules"

@@ -1,6 +1,6 @@
-"""What a problem is: which rows of a data set, and so which samples, are draws of the same one.
+"""The identity of a problem: which rows of a data set, and so which samples, are draws of the same one.
 
-Everything that groups by problem asks here: the records, the reward manager (for verl's dumps), an evaluation, the
+Everything that groups by problem uses it: the records, the reward manager (for verl's dumps), an evaluation, the
 figures, pass rates and adaptive sampling.
 """
 
@@ -15,9 +15,9 @@ def problem_of(row: Mapping[str, Any]) -> str:
     """Return a name of a row's problem that is the same in all steps and runs; "" for a row without a prompt.
 
     It is a hash of the data source, of `extra_info.id` (else `extra_info.index`), and of the whole prompt and the
-    ground truth. Rows that agree in all of these are one problem, as where a data set repeats its rows. Prompt and
-    ground truth always count, because problems made from one template share an id, and because verl gives every row
-    without an index the index 0.
+    ground truth. Rows that agree in all of these are one problem, for example if a data set repeats its rows. The
+    prompt and the ground truth always count, because problems made from one template share an id, and because verl
+    gives every row without an index the index 0.
 
     Args:
         row: of a data set, its prompt as messages in `raw_prompt`.
@@ -31,7 +31,7 @@ def problem_of(row: Mapping[str, Any]) -> str:
 
 
 def id_of(row: Mapping[str, Any], field: str = "id") -> str:
-    """Return a field of `extra_info` that names the row, as text; "" where the row has none.
+    """Return a field of `extra_info` that names the row, as text; "" if the row has none.
 
     1, "1" and 1.0 are the same name: a column of whole numbers in which one is missing is read as floats.
     """

@@ -1,10 +1,10 @@
-"""The one writer of a run's records: joins what agent-loop workers, trainer and actor processes tell it, in any order.
+"""The one writer of a run's records: joins what agent-loop workers, trainer and actor processes report, in any order.
 
-The trainer starts it as a Ray actor (`start`), the others find it by its name (`find`); nobody waits for it. A worker
-tells a group when its last rollout has ended, the trainer what a step decided, and of a share of the responses the
-tokens, the actor's processes what the loss had of these. Files of a step are written when the step has ended and its
-groups are there, at the latest with its checkpoint or a step later. What is lost, or cannot be written, is counted and
-warned of.
+The trainer starts it as a Ray actor (`start`), the others find it by its name (`find`), and nobody waits for it. A
+worker reports a group when its last rollout has ended. The trainer reports what a step decided, and the tokens of a
+share of the responses; the actor's processes report what the loss had of those tokens. The files of a step are written
+when the step has ended and its groups have arrived, at the latest with its checkpoint or a step later. Anything lost or
+impossible to write is counted and logged as a warning.
 """
 
 import itertools
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 NAME = "retool_recorder"
-REST_S = 1.0  # after a step without taking a message: a process of Ray that waits for one wakes 100 times a second
-_MAX_OPEN_BYTES = 2 * 2**30  # of groups whose fate is open; beyond it the oldest are forgotten
+REST_S = 1.0  # pause after a step without taking a message: a Ray process that waits for one wakes 100 times a second
+_MAX_OPEN_BYTES = 2 * 2**30  # of groups whose fate is open; beyond it the oldest are dropped
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one prompt, all ended, as `pack` makes them."""
+    """The rollouts of one prompt, all ended, packed by `pack`."""
 
     uid: str
     step: int
@@ -47,12 +47,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Fates:
-    """What a step decided, or a validation, which has `taken` and `fillers` empty.
+    """What a step or a validation decided; a validation leaves `taken` and `fillers` empty.
 
     Attributes:
-        ends: uid -> end, of the groups that have left the queue with this step; None in a validation.
-        taken: `{uid}_{session}` of the rollouts that a batch took -> their advantage; None where their tokens differ.
-        fillers: uids that a batch took for want of useful groups.
+        ends: uid -> end, of the groups that left the queue with this step; None in a validation.
+        taken: `{uid}_{session}` of the rollouts that a batch took -> their advantage; None if their tokens differ.
+        fillers: uids that a batch took because it lacked useful groups.
         left_out: `{uid}_{session}` of rollouts of these groups that are not in the loss -> why.
     """
 
@@ -64,27 +64,27 @@ class Fates:
     validate: bool = False
 
 
-_failed: set[tuple[str, type]] = set()  # what has been warned of in this process
+_failed: set[tuple[str, type]] = set()  # failures that this process has already logged
 
 
 @contextmanager
 def costs_nothing(what: str) -> Iterator[None]:
-    """Where a run makes records: a bug in it is logged once and fails neither a rollout nor a step."""
+    """Guard code that makes records: a bug in it is logged once and fails neither a rollout nor a step."""
     try:
         yield
-    except Exception as error:  # whatever it is
+    except Exception as error:
         if (what, type(error)) not in _failed:
             _failed.add((what, type(error)))
             logger.exception("A record could not be %s, by an error of verl_ext; the run goes on without it.", what)
 
 
 def pack(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """As bytes: the recorder has no work with a group until it is written, and knows what it takes of memory."""
+    """Return the rows as bytes: the recorder then does no work on a group until it is written, and knows its size."""
     return pickle.dumps(list(rows), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Recorder:
-    """See the module's docstring. Only the disk is its limit: whatever is told is accepted, and no call raises.
+    """The recorder; see the module's docstring. Only the disk limits it: it accepts every report, and no call raises.
 
     Args:
         run: the run's folder.
@@ -95,29 +95,29 @@ class Recorder:
         self._run, self._settings, self._rest_s = run, settings, rest_s
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._bytes = 0
-        self._ended: list[Fates] = []  # steps that are not written
+        self._ended: list[Fates] = []  # steps that are not written yet
         self._tokens: dict[int, TokenParts] = {}
         self._texts: dict[int, str] = {}  # token id -> text
         self._written = -1  # newest step
-        self._late: set[int] = set()  # steps that were written before all of their losses came
-        self._missed: set[str] = set()  # uids of groups that had not come, or were forgotten
-        self._cpu_s = -time.process_time()  # with that of the senders, since the newest file of trajectories
-        self.lost = self.unwritten = 0  # groups that never came or were forgotten; files
-        self._failing: set[str] = set()  # what the disk did not take at the last try; the first was warned of
+        self._late: set[int] = set()  # steps that were written before all of their losses arrived
+        self._missed: set[str] = set()  # uids of groups that had not arrived, or were dropped
+        self._cpu_s = -time.process_time()  # including the senders', since the newest file of trajectories
+        self.lost = self.unwritten = 0  # groups that never arrived or were dropped; files
+        self._failing: set[str] = set()  # what the disk refused at the last try; only the first gets a warning
         self._sizes: dict[int, int] = {}  # step -> bytes of its files
         with self._guard("cleaned"):
             self._sizes = store.sizes(run)
 
-    # What is told --------------------------------------------------------------------------------------------------
+    # Reports -------------------------------------------------------------------------------------------------------
 
     def tell(self, calls: Sequence[tuple[str, tuple]]) -> None:
-        """Several of the methods below, by name, in one message: Ray takes milliseconds for each."""
+        """Call several of the methods below by name, in one message: each message costs Ray milliseconds."""
         for method, arguments in calls:
             getattr(self, method)(*arguments)
 
     def resume(self, step: int) -> None:
-        """Forget what was recorded of later steps, which the run takes again. What waited at the step's checkpoint
-        waits again; what rolls out once more replaces it."""
+        """Forget the records of later steps, which the run repeats. Groups that waited at the step's checkpoint wait
+        again; a group that is rolled out again replaces its record."""
         with self._guard("restored"):
             if (removed := store.forget_after(self._run, step)) and step == 0:
                 logger.warning(
@@ -131,20 +131,20 @@ class Recorder:
             for uid, own in itertools.groupby(rows, key=lambda row: row["uid"]):
                 self.group(Group(uid, step, False, pack([*own])))
         with self._guard("restored"):
-            if decided.exists():  # of a run that came to its end
+            if decided.exists():  # of a run that finished
                 store.rewrite(decided, lambda rows: [row for row in rows if row["outcome"] != PromptEnd.OPEN])
-                self._written = step  # where `close` puts them back if no further step comes
+                self._written = step  # `close` puts them back there if no further step comes
             self._sizes = store.sizes(self._run)
 
     def save(self, step: int) -> None:
-        """A checkpoint of the step is whole: keep the groups whose fate is open for a run that goes on from it. Those
-        whose fate is known are written first, as that run would take them for open."""
+        """Keep the groups whose fate is open, for a run that resumes from the step's checkpoint, which is complete.
+        Groups whose fate is known are written first, because that run would take them for open."""
         self._write_ended(wait=False)
         rows = (row for group in self._groups.values() if not group.validate for row in pickle.loads(group.packed))
         self._put(step, "waiting", rows)
 
     def groups(self, groups: Sequence[Group], cpu_s: float) -> None:
-        """`cpu_s`: that the sender took for them, as in all that follows."""
+        """Take in several groups. `cpu_s`, here and below: CPU seconds that the sender spent on the report."""
         self._cpu_s += cpu_s
         for group in groups:
             self.group(group)
@@ -152,7 +152,7 @@ class Recorder:
     def group(self, group: Group) -> None:
         if group.uid in self._missed:  # counted as lost
             return
-        if group.uid in self._groups:  # rolled out once more
+        if group.uid in self._groups:  # rolled out again
             self._drop(group.uid)
         self._groups[group.uid] = group
         self._bytes += len(group.packed)
@@ -163,12 +163,12 @@ class Recorder:
         self._write_ended()
 
     def tokens(self, step: int, columns: Mapping[str, Any], texts: Mapping[int, str]) -> None:
-        """Recorded responses of a batch as the trainer has them: see `TokenParts`. `texts`: of ids that are new."""
+        """Take in a batch's recorded responses as the trainer has them; see `TokenParts`. `texts`: of new token ids."""
         self._texts.update(texts)
         self._tokens.setdefault(step, TokenParts()).batches.append(columns)
 
     def loss(self, step: int, columns: Mapping[str, Any], cpu_s: float) -> None:
-        """Recorded responses of a micro-batch as the loss had them: see `TokenParts`."""
+        """Take in a micro-batch's recorded responses as the loss had them; see `TokenParts`."""
         self._cpu_s += cpu_s
         if step > self._written:
             self._tokens.setdefault(step, TokenParts()).losses.append(columns)
@@ -181,19 +181,19 @@ class Recorder:
             )
 
     def times(self, step: int, intervals: Sequence[Mapping[str, Any]]) -> None:
-        """The trainer's intervals of a step, which is over with its checkpoint and validation."""
+        """Write the trainer's intervals of a step, whose checkpoint and validation are done."""
         self._put(step, "timeline", ({"step": step, **each} for each in intervals))
         left_s = max((each["end_s"] or 0.0 for each in intervals), default=0.0) + self._rest_s - time.time()
         time.sleep(min(max(0.0, left_s), self._rest_s))
 
     def end_step(self, fates: Fates, cpu_s: float) -> None:
-        """A step or a validation is over."""
+        """Take in the fates that a finished step or validation decided."""
         self._cpu_s += cpu_s
         self._ended.append(fates)
         self._write_ended()
 
     def close(self) -> None:
-        """The run is over: write all that waits. Rollouts without a fate are added to the last step, as open."""
+        """Write all that waits, at the end of the run. Rollouts without a fate are added to the last step, as open."""
         self._write_ended(wait=False)
         ends = {uid: PromptEnd.OPEN for uid, group in self._groups.items() if not group.validate}
         if ends and self._written >= 0:
@@ -203,7 +203,7 @@ class Recorder:
         if self.lost or self.unwritten:
             logger.warning("recorder: %d groups were lost, %d files not written.", self.lost, self.unwritten)
 
-    # What is written -----------------------------------------------------------------------------------------------
+    # Writing -------------------------------------------------------------------------------------------------------
 
     def _write_ended(self, wait: bool = True) -> None:
         while self._ended:
@@ -219,7 +219,7 @@ class Recorder:
 
     def _write(self, fates: Fates) -> None:
         step, lost = fates.step, len(fates.ends.keys() - self._groups.keys())
-        if fates.validate:  # also problems of which nothing is stored, as all their rollouts raised
+        if fates.validate:  # also problems of which nothing is stored, because all their rollouts raised
             of_it = [uid for uid, group in self._groups.items() if group.validate and group.step <= step]
             fates = Fates(step, dict.fromkeys(of_it), {}, validate=True)
         else:
@@ -231,13 +231,13 @@ class Recorder:
         cpu_s, self._cpu_s = self._cpu_s, -now
         notes = {CPU_KEY: f"{cpu_s:.6f}", LOST_KEY: str(lost)}
         self._put(step, "trajectories", self._rows(fates), fates.validate, notes)
-        for uid in fates.ends.keys() & self._groups.keys():  # of a file that could not be written
+        for uid in fates.ends.keys() & self._groups.keys():  # left if the file could not be written
             self._drop(uid)
         with self._guard("cleaned"):
             store.keep(self._run, self._sizes, self._settings)
 
     def _rows(self, fates: Fates) -> Iterator[dict[str, Any]]:
-        """Rows of the groups of a step, which are taken."""
+        """Yield the rows of a step's groups, and drop those groups."""
         for uid, end in fates.ends.items():
             if uid not in self._groups:
                 continue
@@ -272,7 +272,7 @@ class Recorder:
 
     @contextmanager
     def _guard(self, done: str, kind: str = "") -> Iterator[None]:
-        """Whatever is wrong with a record or a disk, training goes on: a bug of ours is logged as one."""
+        """Keep training going whatever is wrong with a record or a disk; a bug of ours is logged with its traceback."""
         try:
             yield
             self._failing.discard(done + kind)
@@ -299,9 +299,9 @@ class Recorder:
 
 
 def start(run: Path, settings: RecorderSettings) -> Any:
-    """The handle of a new recorder on this machine, where the run's folder is.
+    """Return the handle of a new recorder on this machine, where the run's folder is.
 
-    If its process dies, Ray starts another one, and the groups that it had are lost.
+    If its process dies, Ray starts another one, and the groups that it held are lost.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -312,14 +312,14 @@ def start(run: Path, settings: RecorderSettings) -> Any:
         num_cpus=0,
         max_restarts=-1,
         scheduling_strategy=here,
-        enable_task_events=False,  # a tenth of a message
-        runtime_env={"env_vars": {"RAY_event_stats": "0"}},  # a tenth of this process's CPU time
+        enable_task_events=False,  # they take a tenth of a message's cost
+        runtime_env={"env_vars": {"RAY_event_stats": "0"}},  # these take a tenth of this process's CPU time
     )
     return actor.remote(run, settings, REST_S)
 
 
 def find() -> Any:
-    """The handle of the run's recorder; None, with a warning, where there is none."""
+    """Return the handle of the run's recorder; None, with a warning, if there is none."""
     import ray
 
     try:
@@ -330,7 +330,7 @@ def find() -> Any:
 
 
 def close(actor: Any) -> None:
-    """The run is over: wait until the last files are written, a minute at the most. What is wrong is a warning."""
+    """Wait until the last files of a finished run are written, at most a minute. A failure is only a warning."""
     import ray
 
     try:

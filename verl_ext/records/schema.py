@@ -1,10 +1,10 @@
 """The columns of a run's records, version 2: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
 
-`recorder.py` writes them, `store.py` reads them. A file is of one step: `step_000017.parquet` of training, whose rows
-are the rollouts of prompts whose fate was decided in step 17; `val_000020.parquet` of the validation after step 20.
-`waiting` has the rollouts whose fate was open at a checkpoint, for a run that goes on from it.
-Words are those of verl_ext/outcome.py. Times that are `started_s`, `ended_s`, `start_s` and `end_s` are seconds since
-1970, the others are durations in seconds. A column that could not be had is null.
+`recorder.py` writes them, `store.py` reads them. A file holds one step: `step_000017.parquet` of training has the
+rollouts of the prompts whose fate step 17 decided, `val_000020.parquet` those of the validation after step 20.
+`waiting` has the rollouts whose fate was open at a checkpoint, for a run that resumes from it.
+The vocabulary is that of verl_ext/outcome.py. `started_s`, `ended_s`, `start_s` and `end_s` are seconds since 1970; the
+other times are durations in seconds. A column whose value is not known is null.
 """
 
 import pyarrow as pa
@@ -12,7 +12,7 @@ import pyarrow as pa
 VERSION = "2"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
-LOST_KEY = b"retool_lost"  # of the trajectories of a step: groups that the step decided, and that never came
+LOST_KEY = b"retool_lost"  # of the trajectories of a step: groups that the step decided but that never arrived
 
 _S = pa.float64()  # seconds
 
@@ -22,26 +22,26 @@ def _struct(**fields: pa.DataType) -> pa.StructType:
 
 
 TURN = _struct(
-    role=pa.string(),  # "model", or "tool": one for all that the tools of a turn said
+    role=pa.string(),  # "model", or "tool": one for all that the tools of a turn returned
     text=pa.string(),
     tokens=pa.int32(),
     start=pa.int32(),  # tokens of the response before it
     call=pa.int32(),  # first call of a model's turn, or first that a tool's turn answers: an index into `calls`
-    server=pa.string(),  # that wrote a model's turn, or its newest part: address and port
+    server=pa.string(),  # address and port of the server that wrote a model's turn, or its newest part
     started_s=_S,
-    generate_s=_S,  # from the request to the end, with the wait for the server
+    generate_s=_S,  # from the request to the end, including the wait for the server
 )
 CALL = _struct(
     turn=pa.int32(),  # index into `turns` of the model's turn that made it
     tool=pa.string(),  # null: a call that could not be run
     code=pa.string(),  # the program, or the arguments of another tool as JSON
-    # What the tool said, stderr and exit code in it where the tool gives one text alone. Of a long one, both ends.
+    # The tool's output, with stderr and exit code in it if the tool gives only one text. Of a long one, both ends.
     stdout=pa.string(),
     stderr=pa.string(),
     status=pa.string(),  # "ok", "error", "timeout", ...: `tool_use`'s words; "not_run"
-    fault=pa.string(),  # of outcome.Fault; null where the call ended well or was not run
+    fault=pa.string(),  # of outcome.Fault; null if the call ended well or was not run
     exit_code=pa.int32(),
-    queue_s=_S,  # all that it took but `run_s`: queues, the way there and back, attempts that were lost
+    queue_s=_S,  # all of its time except `run_s`: queues, the way there and back, lost attempts
     run_s=_S,
     attempts=pa.int32(),
     started_s=_S,
@@ -54,29 +54,29 @@ TRAJECTORIES = pa.schema(
     {
         "uid": pa.string(),  # of one draw of a prompt, and so of the group of its rollouts
         "session": pa.int32(),  # number of the rollout in its group
-        "step": pa.int32(),  # in which the prompt was handed to the agent loops; of a validation, its step
+        "step": pa.int32(),  # the step in which the prompt was handed to the agent loops; of a validation, its step
         "validate": pa.bool_(),
-        "index": pa.int64(),  # row of the data set; null where the data set has no number there
+        "index": pa.int64(),  # row of the data set; null if the data set has no number there
         "problem": pa.string(),  # its name, the same over time and runs (problem.py)
         "id": pa.string(),  # `extra_info.id` of the data; problems made from one template share it
         "domain": pa.string(),  # `data_source`
-        "ability": pa.string(),  # by it or by `data_source` the verifier is chosen
+        "ability": pa.string(),  # it or `data_source` chooses the verifier
         "prompt": pa.string(),  # as the model saw it, with the template's special tokens
         "ground_truth": pa.string(),
         "turns": pa.list_(TURN),
         "calls": pa.list_(CALL),
         "version_spans": pa.list_(VERSION_SPAN),
         "end_reason": pa.string(),  # of outcome.RolloutEnd
-        "exception": pa.string(),  # what was raised, or what the tool's failure says
+        "exception": pa.string(),  # the exception raised, or the message of the tool's failure
         "fault": pa.string(),  # of outcome.Fault
-        "score": pa.float64(),  # null where infrastructure failed, as `acc`
+        "score": pa.float64(),  # null if infrastructure failed, like `acc`
         "acc": pa.float64(),
-        "reward_parts": pa.string(),  # JSON: all that the reward manager says
+        "reward_parts": pa.string(),  # JSON: all that the reward manager reports
         "verdict": VERDICT,
         "outcome": pa.string(),  # of outcome.PromptEnd
         "outcome_why": pa.string(),
-        "trained_step": pa.int32(),  # whose batch took the rollout, as useful or as a filler
-        "advantage": pa.float64(),  # the estimator's, 0 of what trains nothing; null where that of its tokens differs
+        "trained_step": pa.int32(),  # the step whose batch took the rollout, as useful or as a filler
+        "advantage": pa.float64(),  # the estimator's; 0 for a rollout that trains nothing; null if its tokens differ
         "response_tokens": pa.int32(),
         "model_tokens": pa.int32(),
         "timings": TIMINGS,
@@ -89,13 +89,13 @@ TOKENS = pa.schema(
     {
         "uid": pa.string(),
         "session": pa.int32(),
-        "step": pa.int32(),  # whose update trained on it
+        "step": pa.int32(),  # the step whose update trained on it
         "position": pa.int32(),  # in the response, from 0
         "id": pa.int32(),
-        "text": pa.string(),  # "" of a part of a character, whose text a later token has
+        "text": pa.string(),  # "" for a part of a character, whose text a later token has
         "mask": pa.bool_(),  # whether the token trains
         "turn": pa.int32(),  # index into `turns`
-        "version": pa.int32(),  # of the weights that wrote it; null for what a tool said
+        "version": pa.int32(),  # of the weights that wrote it; null for tool output
         "rollout_log_prob": pa.float32(),
         "old_log_prob": pa.float32(),
         "log_prob": pa.float32(),  # as the update had it, before its optimiser step
@@ -106,7 +106,7 @@ TOKENS = pa.schema(
     }
 )
 
-# `what` the trainer did: log_probs (of the reference, too), score (by a model on the same GPUs), update, weight_sync,
+# `what` the trainer did: log_probs (also of the reference), score (by a model on the same GPUs), update, weight_sync,
 # wait, save, validate
 TIMELINE = pa.schema({"step": pa.int32(), "what": pa.string(), "start_s": _S, "end_s": _S})
 

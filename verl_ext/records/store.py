@@ -1,8 +1,8 @@
-"""The records of a run as Parquet files, one a step and kind: written whole or not at all, listed, read.
+"""Write, list and read a run's records: Parquet files, one per step and kind, each written whole or not at all.
 
     python -m verl_ext.records.store RUN [--kind tokens] [--step 17] | jq .
 
-Columns: schema.py. Who reads takes `tables` or `rows`: a file that cannot be read is named, and the others are read.
+Columns: schema.py. To read, use `tables` or `rows`: they name a file that cannot be read, and read the others.
 """
 
 import argparse
@@ -32,8 +32,8 @@ _OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
 
 
 def _options(schema: pa.Schema) -> dict[str, Any]:
-    """How a file is written. Each of 60 columns has a start and an end of its own: with zstd for all, statistics and
-    dictionaries, a step of 256 short rollouts took twice as long. Nobody reads statistics: a file is of one step.
+    """Return the options for writing a file. Each of 60 columns has a fixed cost: with zstd for all, statistics and
+    dictionaries, a step of 256 short rollouts took twice as long. Nobody reads statistics: a file holds one step.
     """
     pq.write_table(schema.empty_table(), empty := pa.BufferOutputStream())
     columns = pq.ParquetFile(empty.getvalue()).schema
@@ -46,13 +46,13 @@ _OPTIONS = {kind: _options(schema) for kind, schema in SCHEMAS.items()}
 
 
 def write(path: Path, kind: str, rows: parquet.Rows, notes: parquet.Notes = None) -> int:
-    """As `parquet.write`, with the columns of the kind. Returns the file's bytes."""
+    """Write a file as `parquet.write` does, with the columns of the kind. Returns its size in bytes."""
     parquet.write(path, rows, SCHEMAS[kind], {VERSION_KEY: VERSION} | dict(notes or {}), **_OPTIONS[kind])
     return path.stat().st_size
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Mapping[str, Any]]]) -> None:
-    """Write a file of trajectories with other rows, made of those that it has."""
+    """Rewrite a file of trajectories with the rows that `change` makes of its present ones."""
     table = read(path) if path.exists() else SCHEMAS["trajectories"].empty_table()
     notes = {name: value for name, value in (table.schema.metadata or {}).items() if name in (CPU_KEY, LOST_KEY)}
     write(path, "trajectories", change(table.to_pylist()), notes)
@@ -62,7 +62,7 @@ def _check(path: Path, schema: pa.Schema) -> None:
     version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if version != VERSION:
         raise parquet.Unreadable(f"{path} has records of version {version}, expected {VERSION}.")
-    known = SCHEMAS.get(path.parent.name)  # where the file was moved elsewhere, nobody knows
+    known = SCHEMAS.get(path.parent.name)  # None if the file was moved elsewhere
     types = {field.name: field.type for field in schema}
     if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:
         raise parquet.Unreadable(
@@ -71,19 +71,19 @@ def _check(path: Path, schema: pa.Schema) -> None:
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """As `parquet.read`; Unreadable is also a file that is none of this version."""
+    """Read a file as `parquet.read` does; also raises Unreadable for a file of another version."""
     return parquet.read(path, columns, _check)
 
 
 def stream(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read`, all columns, a few rows in memory at a time."""
+    """Yield the rows of a file, all columns, with a few rows in memory at a time; raises as `read` does."""
     return parquet.stream(path, check=_check)
 
 
 def tables(
     run: Path, kind: str = "trajectories", columns: Sequence[str] | None = None
 ) -> Iterator[tuple[RecordFile, pa.Table]]:
-    """The files of a kind that can be read, by step. A warning names each one that cannot."""
+    """Yield the readable files of a kind, by step. A warning names each one that cannot be read."""
     for file in files_of(run, kind):
         try:
             yield file, read(file.path, columns)
@@ -94,7 +94,7 @@ def tables(
 
 
 def rows(run: Path, kind: str = "trajectories", columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of `tables`, one after the other."""
+    """Yield the rows of `tables`, one after the other."""
     for _, table in tables(run, kind, columns):
         yield from table.to_pylist()
 
@@ -108,8 +108,8 @@ def forget_after(run: Path, step: int) -> int:
 
 
 def cpu_seconds(run: Path) -> dict[int, float]:
-    """Step -> seconds of CPU that its records took, of the recorder and of those who told it. To write a file counts in
-    the next one, which may be that of a validation.
+    """Return step -> CPU seconds that its records took, in the recorder and in the processes that report to it. The
+    time to write a file counts towards the next one, which may be that of a validation.
     """
     found: Counter[int] = Counter()
     for file, table in tables(run, columns=()):
@@ -118,9 +118,9 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 
 
 def sizes(run: Path) -> dict[int, int]:
-    """Step -> bytes of its files, without what waits at a checkpoint. What a killed writer left half written goes."""
+    """Return step -> bytes of its files, without `waiting`; removes files that a killed writer left half written."""
     for part in (run / FOLDER).glob(f"*/*{parquet.PART}"):
-        # Its writer may live: a second start beside a run.
+        # Its writer may be alive, if this is a second start while a run is in progress.
         if not Path("/proc", part.name.split(".")[-2]).exists():
             part.unlink(missing_ok=True)
     found: dict[int, int] = {}
@@ -131,10 +131,10 @@ def sizes(run: Path) -> dict[int, int]:
 
 def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
     """Remove the oldest steps, all kinds of a step together, until few and small enough are left; the newest stays.
-    What waits at a checkpoint stays as long as a run can go on from it.
+    The groups that wait at a checkpoint stay as long as a run can resume from it.
 
     Args:
-        sizes: of all steps; those that are removed are taken out. To list the files of 500 steps takes 30 ms.
+        sizes: of all steps; the removed ones are taken out. It is kept because listing 500 steps takes 30 ms.
     """
     while len(sizes) > 1 and (len(sizes) > limits.keep_steps or sum(sizes.values()) > limits.max_gb * 2**30):
         step = min(sizes)
@@ -160,7 +160,7 @@ def main() -> None:
     if not steps or args.step not in (None, *steps):
         has = f"of step {args.step}. It has those of {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
         sys.exit(f"{run} has no records of the kind {args.kind} {has}.")
-    with suppress(BrokenPipeError):  # `| head` is no error
+    with suppress(BrokenPipeError):  # `| head` is not an error
         for file, table in tables(run, args.kind):
             if args.step in (None, file.step) and table.num_rows:
                 print(*map(jsonl.dumps, table.to_pylist()), sep="\n", flush=True)

@@ -1,4 +1,4 @@
-"""The token columns of recorded responses, as trainer and loss tell them, as a table of schema.TOKENS."""
+"""The table of schema.TOKENS, made from what trainer and loss report of recorded responses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ _Told = dict[int, tuple[np.ndarray, np.ndarray]]  # record -> log-probs and deci
 
 @dataclass
 class TokenParts:
-    """What was told of a step, arrays over the tokens of responses, one after the other without padding.
+    """What was reported of a step: arrays over the tokens of responses, one after the other without padding.
 
     Attributes:
         batches: `record` (int64, a name of each response within the run), `lengths` (int64), `uid`, `session` of each;
             of each token `id`, `mask`, `sampled` (whether the model wrote it), `turn`, `version` (-1: none),
             `rollout_log_prob` and `old_log_prob` (NaN: none), `advantage`; `spelled`, place -> text of tokens that are
-            no whole characters.
+            not whole characters.
         losses: `record`, `lengths` of each response; of each token `log_prob` and `decision` (a code); `correction`,
-            the name of what drops tokens. Of a response that comes twice (epochs, or ranks) the last one counts.
+            the name of what drops tokens. If a response comes twice (epochs, or ranks), the last one counts.
     """
 
     batches: list[Mapping[str, Any]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class TokenParts:
 
 
 def token_table(step: int, parts: TokenParts, texts: Mapping[int, str]) -> pa.Table:
-    """The rows of a step; a column that nobody told is null.
+    """Return the rows of a step; a column that nobody reported is null.
 
     Args:
         texts: token id -> text.

@@ -1,7 +1,6 @@
 """A rollout as a row of the records (schema.TRAJECTORIES): `problem_columns` of its group and `rollout_columns`.
 
-An agent-loop worker (rollout/workers.py) makes the row as far as it knows it. The recorder adds what became of the
-prompt.
+An agent-loop worker (rollout/workers.py) fills in what it knows of the row. The recorder adds the prompt's fate.
 """
 
 import json
@@ -15,11 +14,11 @@ from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
 
 Row = Mapping[str, Any]
-MAX_OUTPUT = 2**15  # characters of stdout, and of stderr, that are kept of a call; the model sees fewer
+MAX_OUTPUT = 2**15  # characters kept of a call's stdout, and as many of its stderr; the model sees fewer
 
 
 def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
-    """What the rollouts of a group have in common; `sample`: the row of the data set, with `uid` and `global_steps`."""
+    """Return the columns that a group's rollouts share; `sample`: the data set's row, with `uid` and `global_steps`."""
     index = sample.get("index")
     index = index.item() if hasattr(index, "item") else index
     truth = (sample.get("reward_model") or {}).get("ground_truth")
@@ -39,11 +38,11 @@ def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
 def rollout_columns(
     session: int, trajectory: Row, extra_fields: Row, *, score: float | None = None, **times: Any
 ) -> dict[str, Any]:
-    """What is known of a rollout when it has ended.
+    """Return what is known of a rollout when it has ended.
 
     Args:
         session: its number in the group.
-        trajectory: `prompt` and `turns` as the agent loop recorded them; empty where another project's loop ran.
+        trajectory: `prompt` and `turns` as the agent loop recorded them; empty if another project's loop ran.
         extra_fields: the rollout's, with the reward manager's `reward_extra_info`.
         times: `score_s`, `started_s`, `ended_s`.
     """
@@ -74,7 +73,7 @@ def rollout_columns(
 
 
 def _exception(end: Any, calls: Sequence[Row], verdict: Any, lost_servers: Sequence[str]) -> str | None:
-    """What infrastructure said of its failure."""
+    """Return the infrastructure's message about its failure."""
     if end == RolloutEnd.UNVERIFIED:
         return _text(verdict or None)
     if end == RolloutEnd.ABORTED and lost_servers:
@@ -83,7 +82,7 @@ def _exception(end: Any, calls: Sequence[Row], verdict: Any, lost_servers: Seque
 
 
 def raised_columns(session: int, error: BaseException, **times: float) -> dict[str, Any]:
-    """What is known of a rollout that raised: nothing of it is stored elsewhere. `times`: `started_s`, `ended_s`."""
+    """Return what is known of a rollout that raised, which is stored nowhere else. `times`: `started_s`, `ended_s`."""
     return {
         "session": session,
         "end_reason": str(RolloutEnd.RAISED),
@@ -130,7 +129,7 @@ def _call(call: Row, turn: int) -> dict[str, Any]:
 
 
 def cut(text: str | None) -> str | None:
-    """What is kept of an output: its two ends where it is longer than MAX_OUTPUT. A sandbox may give a MB of it."""
+    """Return the part of an output that is kept: its two ends if it is longer than MAX_OUTPUT. It may be a MB."""
     if text is None or len(text) <= MAX_OUTPUT:
         return text
     half = MAX_OUTPUT // 2
@@ -138,12 +137,12 @@ def cut(text: str | None) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    """What a reward manager gives, as a number. Another value raises here: it then costs a group, and not a file."""
+    """Return a reward manager's value as a number. Other values raise here, where they cost a group and not a file."""
     return None if value is None else float(value)
 
 
 def _json(value: Row) -> str:
-    """As `json.dumps`, in a fifth of its time: every rollout has three of them."""
+    """Return what `json.dumps` would, in a fifth of its time: every rollout has three of them."""
     try:
         return _encode(value).decode()
     except UnicodeEncodeError:  # a lone surrogate
@@ -151,7 +150,7 @@ def _json(value: Row) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """What no text is, as JSON. A lone surrogate, which no file takes and a model can write in JSON, is spelt out."""
+    """Return text as it is, and other values as JSON. Lone surrogates, which a model can write, are spelled out."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return value if value is None else jsonl.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""The command `python -m verl_ext.report`; see page.py."""
+"""Run the command `python -m verl_ext.report`; see page.py."""
 
 from verl_ext.report.page import main
 

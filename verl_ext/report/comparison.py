@@ -1,7 +1,7 @@
 """Several runs side by side on one page: `comparison.html`, `comparison.json`. `python -m verl_ext.report` calls this.
 
-A line per run, each metric's curves in one chart, and the difference of every run's evaluation from the first one's on
-the same problems. Each run's own report has the rest.
+The page has a line per run, one chart per metric with the curves of all runs, and the difference of each run's
+evaluation from the first run's on the same problems. Each run's own report has the rest.
 """
 
 import json
@@ -25,7 +25,7 @@ SFT_CURVES = (
 
 
 class Compared(NamedTuple):
-    """A run, its summary, and its difference on the problems that the first evaluated run has as well."""
+    """A run, its summary, and its difference from the first evaluated run on the problems that both have."""
 
     name: str
     run: RunRecord
@@ -34,11 +34,11 @@ class Compared(NamedTuple):
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> str:
-    """Writes comparison.html and comparison.json into `out`; returns a table for the console.
+    """Write comparison.html and comparison.json into `out`; return a table for the console.
 
     Raises:
         NoRun: a folder holds no run.
-        ValueError: a file in one is malformed, or a run is named twice.
+        ValueError: a file in a folder is malformed, or a run is named twice.
     """
     names, runs = short_names(list(folders)), [read_run(folder) for folder in folders]
     first, compared = next((run.after for run in runs if run.after), None), []
@@ -73,7 +73,7 @@ def header() -> list[str]:
 
 
 def row(each: Compared) -> list[str]:
-    """A run's line of the table; "-" for what it does not have."""
+    """Return a run's line of the table, with "-" for what it does not have."""
     summary = each.summary
     top, trained = summary["headline"], summary["sft" if each.run.kind == "sft" else "rl"]
     figures = (summary["evaluation"]["after"] or summary["evaluation"]["before"]).get(top["group"]) if top else None
@@ -91,7 +91,7 @@ def row(each: Compared) -> list[str]:
 
 
 def _group_table(compared: Sequence[Compared]) -> list[list[str]]:
-    """Accuracy of every data source, a column per run; [] where nothing was evaluated."""
+    """Return the accuracy of every data source, a column per run; [] if nothing was evaluated."""
     sides = [each.summary["evaluation"]["after"] or each.summary["evaluation"]["before"] for each in compared]
     sources = {group: figures["data_sources"] for side in sides for group, figures in side.items()}
     shown = [group for group, members in sources.items() if evaluation.is_shown(group, members)]
@@ -107,7 +107,7 @@ def _group_table(compared: Sequence[Compared]) -> list[list[str]]:
 def _charts(
     compared: Sequence[Compared], curves: Sequence[Curve], metrics_of: Callable[[RunRecord], Metrics], x_label: str
 ) -> list[tuple[Curve, Chart]]:
-    """A chart per metric that a run has logged, a line per run."""
+    """Return a chart per metric that any run has logged, with a line per run."""
     charts = []
     for curve in curves:
         lines = [(each.name, *metrics_of(each.run).curve(curve.key)) for each in compared]

@@ -1,11 +1,11 @@
-"""One self-contained page (`report.html`) and `summary.json` of a run: its training, its evaluations, its rollouts.
+"""Write one self-contained page (`report.html`) and `summary.json` of a run: training, evaluations, rollouts.
 
     python -m verl_ext.report --run outputs/quickstart              # SFT, RL, and the evaluations before and after RL
     python -m verl_ext.report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
     python -m verl_ext.report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
 
-Presents what is in the run's folder; a part that is missing is named on the page with what makes it. How the page
-looks: report.html. Several runs: comparison.py.
+The page presents what is in the run's folder; it names each missing part and what would produce it. report.html has the
+page's layout, comparison.py compares several runs.
 """
 
 import argparse
@@ -101,11 +101,11 @@ SETTINGS = (
 
 
 def write_report(folder: Path) -> str:
-    """Writes report.html and summary.json into the run's folder and returns the result table for the console.
+    """Write report.html and summary.json into the run's folder and return the result table for the console.
 
     Raises:
         NoRun: the folder holds no run.
-        ValueError: a file in it is malformed.
+        ValueError: a file in the folder is malformed.
     """
     run = read_run(folder)
     figures = evaluate_run(run)
@@ -117,14 +117,14 @@ def write_report(folder: Path) -> str:
 
 
 def evaluate_run(run: RunRecord) -> dict[str, Any]:
-    """Side ("before", "after", "difference") -> figures of each group of problems; empty where a dump is missing."""
+    """Return side ("before", "after", "difference") -> figures per group of problems; empty if a dump is missing."""
     samples = {"before": run.before, "after": run.after}
     sides = {side: evaluation.evaluate(judged) if judged else {} for side, judged in samples.items()}
     return sides | {"difference": evaluation.compare(run.before, run.after) if all(sides.values()) else {}}
 
 
 def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
-    """The content of summary.json: the same keys whatever is missing; None or empty where there is nothing to say."""
+    """Return the content of summary.json: always the same keys; None or empty if there is nothing to say."""
     rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
     rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
     curves = {
@@ -179,7 +179,7 @@ def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, Any]) -> str:
-    """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
+    """Return the result for a terminal: both evaluations, the difference, step time, and what is missing."""
     lines = []
     for name, side in zip(run.sides, ("before", "after"), strict=True):
         if figures[side]:
@@ -203,7 +203,7 @@ def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, An
 
 
 def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
-    """A line for each start of a run that was started more than once: `resumed from step 20, steps 21 to 30`."""
+    """Return a line for each start of a run that was started more than once: `resumed from step 20, steps 21 to 30`."""
     if len(starts) == 1 and not starts[0]["resumed_from"]:
         return []
     return [
@@ -214,7 +214,7 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
 
 
 def render(run: RunRecord, summary: dict[str, Any]) -> str:
-    """The page, from what was read and the summary's figures. All is HTML-escaped."""
+    """Return the page, made of the run's record and the summary's figures. Everything is HTML-escaped."""
     rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
@@ -238,7 +238,7 @@ def render(run: RunRecord, summary: dict[str, Any]) -> str:
 
 
 def page_environment(*folders: Path) -> jinja2.Environment:
-    """Templates of this folder and of `folders`: everything is escaped and visible, a value that lacks is an error."""
+    """Load templates of this folder and of `folders`: all text is escaped and visible, a missing value is an error."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader([Path(__file__).parent, *folders]),
         autoescape=True,
@@ -254,7 +254,7 @@ def page_environment(*folders: Path) -> jinja2.Environment:
 
 
 def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
-    """A group's figures before and after and their difference, for every group of problems."""
+    """Return the figures before and after and their difference, for every group of problems."""
     return [
         {"name": name, "label": name.replace("_", " ") if name in evaluation.POOLED else name}
         | {"data_sources": figures["data_sources"]}
@@ -264,7 +264,7 @@ def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
 
 
 def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Chart | None:
-    """The chart of one metric, None when it was not logged; accuracy also shows the held-out problems."""
+    """Return the chart of one metric, None if it was not logged; accuracy also shows the held-out problems."""
     x, y = rl.curve(curve.key)
     series = [Series("training", x, y)] if x else []
     if curve.key == "train/acc":
@@ -286,7 +286,7 @@ def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Chart | Non
 
 
 def _sft_chart(sft: Metrics) -> Chart | None:
-    """Training and validation loss; a logarithmic axis when the loss falls more than tenfold."""
+    """Return the chart of training and validation loss; its axis is logarithmic if the loss falls more than tenfold."""
     curves = [("training", "train/loss", False), ("validation", "val/loss", True)]
     series = [Series(name, *sft.curve(key), points=points) for name, key, points in curves if sft.curve(key)[0]]
     if not series:
@@ -303,7 +303,7 @@ def _lookup(config: Any, dotted: str) -> Any:
 
 
 def _duration(seconds: float | None) -> str:
-    """`4.2 s`, `5 min 07 s`, `3 h 05 min`."""
+    """Format a duration: `4.2 s`, `5 min 07 s`, `3 h 05 min`."""
     if seconds is None:
         return "-"
     if seconds < 60:

@@ -1,7 +1,7 @@
 """Rollouts for reading: split a dumped response into text, code and interpreter output, and choose which ones to show.
 
-Works on the dump's text, for display only. The dump has no response mask, so an interpreter block that the model itself
-forged looks like a real one here; rewards are computed on tokens elsewhere (verl_ext/reward/).
+This works on the dump's text, for display only. The dump has no response mask, so an interpreter block that the model
+forged looks like a real one here; verl_ext/reward/ computes rewards on tokens instead.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from verl_ext.evaluation.figures import is_ood
 from verl_ext.evaluation.question import first_words
 from verl_ext.evaluation.samples import Sample
 
-# A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply verl's
-# decoded text keeps the bare role names of the chat template ("user", "assistant"); they are no one's words.
+# A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply, verl's
+# decoded text keeps the bare role names of the chat template ("user", "assistant"), which nobody wrote.
 BLOCK = re.compile(
     r"<code>(?P<code>.*?)(?:</code>|\Z)"
     r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
@@ -47,13 +47,13 @@ class ShownRollout(NamedTuple):
     output: str
     ground_truth: str
     score: float
-    data_source: str = ""  # "", as the next two, where the dump does not tell
+    data_source: str = ""  # "", like the next two, if the dump does not say
     verdict: str = ""  # right | wrong | not judged
     facts: str = ""  # calls, errors, how it ended
 
 
 def split_rollout(output: str) -> list[Passage]:
-    r"""Segments of a response in order, tags removed; `<code>` and hermes `<tool_call>` protocols.
+    r"""Split a response into its segments in order, without tags, for the `<code>` and hermes `<tool_call>` protocols.
 
     `A <code>print(2)</code><interpreter>2</interpreter>\boxed{2}` ->
     text "A ", code "print(2)", tool "2", boxed "\boxed{2}".
@@ -74,10 +74,10 @@ def split_rollout(output: str) -> list[Passage]:
 def pick_rollouts(
     before: Sequence[Sample], after: Sequence[Sample], names: tuple[str, str] = ("before RL", "after RL")
 ) -> list[ShownRollout]:
-    """Rollouts that show each kind of behaviour: right and wrong, with and without code, repaired, out of distribution.
+    """Pick rollouts of each kind of behaviour: right and wrong, with and without code, repaired, out of distribution.
 
-    Of each kind the one whose text has the smallest SHA-256, which favours none; open places are filled in that order
-    from both sides in turn. The result depends on nothing but the samples.
+    Each kind is represented by the rollout whose text has the smallest SHA-256, which favours none; open places are
+    filled in that order from both sides alternately. The result depends only on the samples.
 
     Args:
         names: of the two sides.
@@ -125,10 +125,10 @@ def pick_rollouts(
 
 
 def worst_problems(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The WORST problems with the smallest mean acc after, or before where there is nothing after; none that is right.
+    """Return the WORST problems that are not always right, by mean acc after, or before if there is nothing after.
 
-    Of equal ones first what fell most, then by a hash: `question` (its first words), `id`, `data_source`, `samples`
-    (judged ones), `acc`, and `before`, None where it is not known.
+    Among equal ones, those that fell most come first, then a hash decides. Each has `question` (its first words), `id`,
+    `data_source`, `samples` (judged ones), `acc`, and `before`, which is None if unknown.
     """
     means: list[dict[tuple[str, ...], float]] = []
     judged: dict[tuple[str, ...], list[Sample]] = {}
@@ -149,7 +149,7 @@ def worst_problems(before: Sequence[Sample], after: Sequence[Sample]) -> list[di
 
 
 def pick_training_rollouts(rows: Sequence[dict]) -> list[ShownRollout]:
-    """The first rows by SHA-256 of verl rollout dumps (`trainer.rollout_data_dir`), in order of their steps."""
+    """Return the first rows by SHA-256 of verl rollout dumps (`trainer.rollout_data_dir`), in order of their steps."""
     ordered = sorted(rows, key=lambda row: _digest(str(row["step"]), row["input"], row["output"]))[:COUNT]
     return [
         ShownRollout(
@@ -181,8 +181,8 @@ def _evaluation_rollout(why: str, where: str, sample: Sample) -> ShownRollout:
 
 
 def _split_boxed(text: str) -> list[Passage]:
-    """Text around each `\\boxed{...}`, braces balanced; an unclosed box stays text."""
-    opened, boxes = [], []  # both in their order; boxes without those within others
+    """Split text around each `\\boxed{...}`, braces balanced; an unclosed box stays text."""
+    opened, boxes = [], []  # both in order; boxes within other boxes are left out
     for token in re.finditer(r"\\boxed\{|[{}]", text):
         if token[0] != "}":
             opened.append(token)
@@ -198,12 +198,12 @@ def _split_boxed(text: str) -> list[Passage]:
 
 
 def _question(prompt: str) -> str:
-    """The prompt without the role names that verl's decoding leaves of the chat template around a lone user message."""
+    """Return the prompt without the role names that verl's decoding leaves around a lone user message."""
     return prompt.strip().removeprefix("user\n").removesuffix("\nassistant")
 
 
 def _called_code(call: str) -> str:
-    """The `code` argument of a hermes call; the call as written when it is no such JSON (the model's own mistake)."""
+    """Return the `code` argument of a hermes call; the call as written if it is no such JSON (the model's mistake)."""
     try:
         code = json.loads(call)["arguments"]["code"]
     except (ValueError, KeyError, TypeError):

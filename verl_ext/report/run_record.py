@@ -1,8 +1,8 @@
-"""What a run left in its folder: metrics, samples, stage times, configs. Reads only.
+"""Read what a run left in its folder: metrics, samples, stage times, configs. Nothing is written.
 
 An RL or SFT run has metrics*.jsonl, hydra/config.yaml, dumps of rollouts and validations, and
-`evaluation/`; the quickstart's folder has both runs in `rl/` and `sft/`, beside `eval/{before,after}/<step>.jsonl` and
-`stages.json`; an evaluation has its samples. Each may be missing. Which folder is what: runs/folder.py.
+`evaluation/`; the quickstart's folder has both runs in `rl/` and `sft/`, next to `eval/{before,after}/<step>.jsonl` and
+`stages.json`; an evaluation has its samples. Each may be missing. runs/folder.py says which kind a folder is.
 """
 
 import json
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecord(NamedTuple):
-    """Everything found in a run's folder; empty where it is not there.
+    """Everything found in a run's folder; a field is empty if its part is missing.
 
-    `before` and `after` are the two sides of an evaluation, and `sides` what they are: before and after RL in the
-    quickstart's folder, the first and the last validation in others. One without a counterpart is `after`, but for the
-    quickstart's.
+    `before` and `after` are the two sides of an evaluation, and `sides` their names: before and after RL in the
+    quickstart's folder, the first and the last validation in others. Except in the quickstart's folder, a side without
+    a counterpart is `after`.
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class RunRecord(NamedTuple):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads a run's folder: of an SFT or RL run, of an evaluation, or the quickstart's.
+    """Read the folder of an SFT or RL run, of an evaluation, or of the quickstart.
 
     Raises:
         NoRun: the folder is none of these.
-        ValueError: a file is malformed; names it and the line.
+        ValueError: a file is malformed; the message names it and the line.
     """
     kind = find_run(folder).kind
     parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
@@ -75,7 +75,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _evaluation_files(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | None], tuple[str, str]]:
-    """(files of samples before and after, what the two are called)."""
+    """Return (files of samples before and after, names of the two sides)."""
     if kind == "quickstart":
         before, after = (step_dumps(folder / "eval" / side)[-1:] or [None] for side in ("before", "after"))
         return (before[0], after[0]), ("before RL", "after RL")
@@ -94,10 +94,10 @@ def _evaluation_name(file: Path, folder: Path) -> str:
 
 
 def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
-    """Scored training rollouts of the first and last step in the records, with the keys of verl's rollout dumps."""
+    """Return scored training rollouts of the first and last recorded step, with the keys of verl's rollout dumps."""
     files = [file for file in store.files_of(run) if not file.validate]
     found = [table for files in (files, files[::-1]) if (table := _first_readable(files)) is not None]
-    if len(found) == 2 and found[0].equals(found[1]):  # of one step
+    if len(found) == 2 and found[0].equals(found[1]):  # the records have only one step
         del found[1]
     return [_dump_row(row) for table in found for row in table.to_pylist() if row["score"] is not None]
 

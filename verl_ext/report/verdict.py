@@ -1,8 +1,8 @@
-"""What the report says at its top: what a run improved, and what it did not, as far as the intervals allow to say.
+"""The top of the report: what a run improved and what it did not, as far as the intervals allow a statement.
 
-A figure has improved, or got worse, where the 95% interval of the paired difference lies on one side of 0. Where
-nothing was evaluated, the verdict compares the first and the last values of the run's own metrics, and says that these
-have no interval. Takes plain dictionaries, as they are in `summary.json`.
+A figure has improved, or got worse, if the 95% interval of the paired difference lies on one side of 0. If nothing was
+evaluated, the verdict compares the first and the last values of the run's own metrics, and says that these have no
+interval. The functions take plain dictionaries, as in `summary.json`.
 """
 
 import re
@@ -20,7 +20,7 @@ LOWER_IS_BETTER = {
     "tool/timeout_rate": "calls over the time limit",
     "truncation_rate": "responses cut by the budget",
 }
-END_STEPS = 5  # at each end of a training curve, over which the mean is taken; a third of the curve where it is short
+END_STEPS = 5  # averaged at each end of a training curve; at most a third of the curve
 
 Groups = Mapping[str, Mapping[str, Any]]  # group of problems -> its figures, as `evaluation.to_json` gives them
 
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The top of the report: what became of accuracy, and the other figures, a phrase each."""
+    """The top of the report: what became of accuracy, and a phrase for each other figure."""
 
     sentence: str
     improved: list[str]
@@ -43,15 +43,15 @@ class Verdict(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The sentence, and what did not improve."""
+        """Return the sentence, and what did not improve."""
         return self.sentence + (f" Not improved: {'; '.join(self.not_improved)}." if self.not_improved else "")
 
 
 def headline(sides: Mapping[str, Groups]) -> dict[str, Any] | None:
-    """Accuracy (mean@k) on the in-distribution sources pooled (all, where there are none); None if not evaluated.
+    """Return accuracy (mean@k) pooled over the in-distribution sources (all, if there are none); None if not evaluated.
 
     Args:
-        sides: "before", "after", "difference" -> groups; empty where there is none.
+        sides: "before", "after", "difference" -> groups; empty if there is none.
     """
     present = sides["after"] or sides["before"]
     if not present:
@@ -66,9 +66,9 @@ def headline(sides: Mapping[str, Groups]) -> dict[str, Any] | None:
 
 
 def changes(sides: Mapping[str, Groups]) -> list[Change]:
-    """Every figure that has a better and a worse direction: those of the headline's group, and each source's accuracy.
+    """Return the changes of all figures with a better direction: the headline group's, and each source's accuracy.
 
-    A figure that was and is as good as can be (no call failed) is left out. Args as for `headline`.
+    A figure that is as good as can be on both sides (no call failed) is left out. Args as for `headline`.
     """
     top = _headline_group(sides["after"])
     found = []
@@ -78,7 +78,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
             if difference["k"] == 1:  # best@1 and maj@1 are the accuracy
                 labels = {key: label for key, label in labels.items() if key not in ("acc/best@k", "acc/maj@k")}
         elif name in POOLED or difference["data_sources"] == sides["difference"].get(top, {}).get("data_sources"):
-            continue  # the sources that it pools, and the headline's only source, are there by themselves
+            continue  # the sources that it pools, and the headline's only source, are listed separately
         else:
             labels = {"acc/mean@k": f"accuracy on {name}"}
         for key, label in labels.items():
@@ -90,7 +90,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
 
 
 def judge(run: RunRecord, sides: Mapping[str, Groups]) -> Verdict:
-    """The verdict on a run, from its evaluation; where there is none, from its metrics. Args as for `headline`."""
+    """Return the verdict on a run, from its evaluation, or from its metrics if it has none. Args as for `headline`."""
     top = headline(sides)
     if top is None and run.rl.steps:
         return _rl_verdict(run.rl)
@@ -109,13 +109,13 @@ def judge(run: RunRecord, sides: Mapping[str, Groups]) -> Verdict:
 
 
 def held_out_source(key: str) -> str | None:
-    """The data source of verl's validation key `val-core/<data source>/acc/mean@<n>`; None for other keys."""
+    """Return the data source of verl's validation key `val-core/<data source>/acc/mean@<n>`; None for other keys."""
     match = re.fullmatch(r"val-core/(.+)/acc/mean@\d+", key)
     return match[1] if match else None
 
 
 def percent(estimate: Mapping[str, float] | None, *, interval: bool = True) -> str:
-    """`31.2% [28.4, 34.1]`; the figure alone where no interval can be stated."""
+    """Format an estimate as `31.2% [28.4, 34.1]`, or without the interval if none can be stated."""
     if estimate is None:
         return "-"
     stated = interval and estimate["low"] is not None
@@ -124,7 +124,7 @@ def percent(estimate: Mapping[str, float] | None, *, interval: bool = True) -> s
 
 
 def points(estimate: Mapping[str, float] | None) -> str:
-    """A difference in percentage points: `+62.9 [+59.0, +66.8]`; without interval where none can be stated."""
+    """Format a difference in percentage points: `+62.9 [+59.0, +66.8]`, without the interval if none can be stated."""
     if estimate is None:
         return "-"
     if estimate["low"] is None:
@@ -133,12 +133,12 @@ def points(estimate: Mapping[str, float] | None) -> str:
 
 
 def _headline_group(groups: Groups) -> str:
-    """The group of problems that the verdict is about: in distribution, or all where none is."""
+    """Return the group of problems that the verdict is about: in distribution, or all if none is."""
     return "in_distribution" if "in_distribution" in groups else "overall"
 
 
 def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *, best: float) -> tuple[str, str]:
-    """(phrase, outcome) of a figure; `best` is the end of its range that is good, 0 or 1."""
+    """Return (phrase, outcome) of a figure; `best` is the good end of its range, 0 or 1."""
     span = f"from {percent(before, interval=False)} to {percent(after, interval=False)}"
     if difference["low"] is None:  # no problem has this figure on both sides
         return f"{what} {span}, {points(difference)} points without an interval", "unclear"
@@ -151,7 +151,7 @@ def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *
 
 
 def _accuracy_sentence(run: RunRecord, top: Mapping[str, Any]) -> str:
-    """What training did to accuracy, as far as the interval of the paired difference allows to say."""
+    """Say what training did to accuracy, as far as the interval of the paired difference allows a statement."""
     trainer = "SFT" if run.kind == "sft" else "RL"
     steps = "" if run.kind == "quickstart" else f", {run.sides[0]} to {run.sides[1]}"
     span = f"from {percent(top['before'])} to {percent(top['after'])}{steps}"
@@ -174,7 +174,7 @@ def _where(top: Mapping[str, Any]) -> str:
 
 
 def _rl_verdict(rl: Metrics) -> Verdict:
-    """Accuracy of the validations that were logged, or else of training; there are no samples, and so no intervals."""
+    """Judge by the accuracy of logged validations, or else of training; without samples there are no intervals."""
     found = []
     for key in sorted({key for values in rl.steps.values() for key in values if held_out_source(key)}):
         steps, values = rl.curve(key)
@@ -202,14 +202,14 @@ def _sft_verdict(sft: Metrics) -> Verdict:
 
 
 def _verdict_on_metrics(start: str, found: list[tuple[str, bool]], better: str, none_is: str) -> Verdict:
-    """`found`: what changed, and whether for the better."""
+    """Make a verdict of `found`, which holds what changed, and whether for the better."""
     improved = [text for text, is_better in found if is_better]
     sentence = f"{start} {better}: {'; '.join(improved)}." if improved else f"{start} {none_is}"
     return Verdict(sentence, improved, [text for text, is_better in found if not is_better])
 
 
 def _ends(metrics: Metrics, key: str, what: str, form: str) -> list[tuple[float, str]]:
-    """One (change, phrase) of the means of the first and of the last values; none below two steps."""
+    """Return one (change, phrase) of the means of the first and of the last values; none with fewer than two steps."""
     values = metrics.curve(key)[1]
     if len(values) < 2:
         return []

@@ -1,8 +1,8 @@
 """How an answer is scored.
 
-`score.py` decides (`score_answer`), with `maths/` and `guards.py`; `verifiers/` judge other domains, by a language
-model through `openai_endpoint.py`; `manager.py` makes verl's reward of it, `numbers.py` refuses what is no number;
-`grade.py` grades files and runs; `votes.py` says which answers are the same one in a majority vote.
+`score.py` decides (`score_answer`), with `maths/` and `guards.py`; `verifiers/` judge other domains, one of them by a
+language model through `openai_endpoint.py`; `manager.py` turns a score into verl's reward, `numbers.py` refuses what is
+not a number; `grade.py` grades files and runs; `votes.py` says which answers count as the same in a majority vote.
 In: a response and its ground truth. Out: a `Score`.
 """
 
@@ -12,7 +12,7 @@ __all__ = ["Score", "score_answer"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Score` and `score_answer`, imported when asked for: `python -m verl_ext.reward.score` would warn otherwise."""
+    """Import `Score` and `score_answer` on demand: `python -m verl_ext.reward.score` would warn otherwise."""
     if name in __all__:
         from verl_ext.reward import score
 

@@ -1,16 +1,16 @@
 """Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
 
-The input may be a run, too, or the quickstart's folder above it: its validations (in its records, else verl's dumps),
-else the evaluations of its checkpoints or of the quickstart, else all its records, else its rollout dumps. A file of
-records (`.parquet`) can be named.
+The input may also be a run, or the quickstart's folder above it. Of a run, its validations are graded (in its records,
+else verl's dumps), else the evaluations of its checkpoints or of the quickstart, else all its records, else its rollout
+dumps. You can also name a file of records (`.parquet`).
 
-A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; rollout and validation
-dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,
-`pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The verifier is
-chosen by `data_source` and `ability` as in training. An output that is there already is continued.
+A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; verl's rollout and
+validation dumps (`output`, `gts`) and the files of `unverified_dir` have such rows as well. Each row comes back with
+`acc`, `pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The
+verifier is chosen by `data_source` and `ability` as in training. An existing output is continued.
 
-A row that cannot be graded, or a line that is no JSON, comes back with the verdict "error" and the reason as `error`,
-and the exit status is 1 in the end. The next call tries such rows again: mend the input and repeat the command.
+A row that cannot be graded, or a line that is not JSON, comes back with the verdict "error" and the reason as `error`,
+and the exit status is 1 in the end. The next call tries such rows again: fix the input and repeat the command.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from verl_ext.runs import folder, jsonl
 from verl_ext.runs.processes import end_with_parent
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
-BROKEN_LINE = {"line", "error"}  # keys of what `read_rows` gives for a line that is no JSON object
+BROKEN_LINE = {"line", "error"}  # keys of what `read_rows` gives for a line that is not a JSON object
 CHUNK = 32  # rows handed to a process at a time
 PROGRESS_S = (10.0, 0.1)  # between two lines of progress: into a file, on a terminal
 AHEAD = 4  # chunks per process that are read before they are needed
@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The JSONL files named, those in the folders named, numbers in order (2.jsonl before 10.jsonl), and those of runs.
+    """Return the named JSONL files, those in named folders, in numeric order (2.jsonl before 10.jsonl), and a run's.
 
     Raises:
-        ValueError: a folder or a run has none.
+        ValueError: a folder or a run has no such file.
         NoRun: the quickstart's folder has neither an RL nor an SFT run.
     """
     files = []
@@ -96,7 +96,7 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 
 def _files_of_run(path: Path) -> list[Path] | None:
-    """None where the folder is none, or an evaluation, whose files lie in it: see the top of this file."""
+    """Return a run's files, see the top of this file; None for other folders and evaluations, which hold theirs."""
     try:
         kind = folder.find_run(path).kind
     except folder.NoRun:
@@ -113,18 +113,18 @@ def _files_of_run(path: Path) -> list[Path] | None:
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
     """Append a graded row to `output` for each row of `files` that it does not have yet, in their order.
 
-    Rows that it has with the verdict "error" are graded first, in their places.
+    Rows in `output` with the verdict "error" are graded again first, and replaced in place.
 
     Raises:
         ValueError: `output` holds rows of something else.
-        RuntimeError: a verifier failed, not the row. What was graded before stays.
+        RuntimeError: a verifier failed, not the row. Rows graded before it stay.
     """
     total = sum(1 for _ in read_rows(files))
     done, errors = _continue_at(files, output)
     rows = islice(read_rows(files), done, None)
     output.parent.mkdir(parents=True, exist_ok=True)
     workers = max(1, workers)
-    # Forked from a clean server process: ours may have threads.
+    # Workers are forked from a clean server process, because this one may have threads.
     context = get_context("forkserver")
     initial, pause_s = done - len(errors), PROGRESS_S[sys.stderr.isatty()]
     with (
@@ -136,7 +136,7 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
                 again = (row for index, row in enumerate(read_rows(files)) if index in errors)
                 graded = list(_grade_in_order(pool, again, workers, progress))
                 _replace_lines(output, dict(zip(sorted(errors), graded, strict=True)))
-            with open(output, "a", encoding="utf-8", buffering=1) as sink:  # by lines: a kill loses none
+            with open(output, "a", encoding="utf-8", buffering=1) as sink:  # line-buffered: a kill loses no line
                 for row in _grade_in_order(pool, rows, workers, progress):
                     sink.write(jsonl.dumps(row) + "\n")
         except BaseException:
@@ -149,7 +149,7 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
 def _grade_in_order(
     pool: ProcessPoolExecutor, rows: Iterator[tuple[str, dict[str, Any]]], workers: int, progress: tqdm
 ) -> Iterator[dict[str, Any]]:
-    """Graded rows, in their order; a few chunks ahead are in work. Raises after the rows before a failed one."""
+    """Yield graded rows in order, with a few chunks in work ahead. Raises after the rows before a failed one."""
     pending: deque = deque()
     while True:
         while len(pending) <= AHEAD * workers and (chunk := list(islice(rows, CHUNK))):
@@ -164,7 +164,7 @@ def _grade_in_order(
 
 
 def _replace_lines(file: Path, rows: dict[int, dict[str, Any]]) -> None:
-    """Put rows in the place of lines, counted from 0; the file is replaced when all is written."""
+    """Replace lines, counted from 0, by rows; the file is replaced when everything is written."""
     part = file.with_name(f"{file.name}.part")
     with open(file, encoding="utf-8") as lines, open(part, "w", encoding="utf-8") as sink:
         for index, line in enumerate(lines):
@@ -173,9 +173,9 @@ def _replace_lines(file: Path, rows: dict[int, dict[str, Any]]) -> None:
 
 
 def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) for each line; the place, file and line, is for messages.
+    """Yield (place, row) for each line; the place, file and line, is for messages.
 
-    A line that is no JSON object gives a row with its text as `line` and the reason as `error`.
+    A line that is not a JSON object gives a row with its text as `line` and the reason as `error`.
     """
     for file in files:
         if file.suffix == ".parquet":
@@ -190,7 +190,7 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rollouts of a file of records, but those that raised: they have no response."""
+    """Yield the rollouts of a file of records, except those that raised, which have no response."""
     kept = ("uid", "session", "step", "ability", "prompt", "ground_truth", "acc", "score")
     columns = (*kept, "domain", "turns", "verdict")
     for number, row in enumerate(store.read(file, columns).to_pylist(), 1):
@@ -203,7 +203,7 @@ def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _continue_at(files: list[Path], output: Path) -> tuple[int, set[int]]:
-    """How many rows `output` has, and which of them are errors; drops a last line that was broken off."""
+    """Return how many rows `output` has, and which of them are errors; drop an incomplete last line."""
     if not output.exists():
         return 0, set()
     jsonl.cut_half_line(output)
@@ -226,10 +226,10 @@ def _continue_at(files: list[Path], output: Path) -> tuple[int, set[int]]:
 
 
 def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
-    """Response and ground truth of a row of any of the known forms.
+    """Return response and ground truth of a row in any of the known forms.
 
     Raises:
-        ValueError: it lacks one; `place` says where the row is.
+        ValueError: the row lacks one; `place` says where the row is.
     """
     try:
         if "messages" in row:
@@ -257,7 +257,7 @@ def _start_worker(config: dict[str, Any], compare: bool) -> None:
 
 
 def _grade_chunk(chunk: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], str | None]:
-    """The graded rows, and why the next one could not be: a failure of ours or of a service, not of the row."""
+    """Return the graded rows, and why the next one could not be graded: our or a service's failure, not the row's."""
 
     async def grade_all() -> list[dict[str, Any] | BaseException]:
         return await asyncio.gather(*(_grade(place, row) for place, row in chunk), return_exceptions=True)
@@ -297,10 +297,10 @@ async def _score(place: str, row: dict[str, Any]) -> Score:
 
 
 def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | None:
-    """math-verify's own verdict on the whole response, as its users call it.
+    """Return math-verify's own verdict on the whole response, as its users call it.
 
-    Called in a main thread, since its time-outs are signals. None for answers that it could hang on or run out of
-    memory on (guards.py).
+    Call it in a main thread, since its time-outs are signals. It returns None for answers on which math-verify could
+    hang or run out of memory (guards.py).
     """
     from math_verify import parse, verify
 
@@ -311,7 +311,7 @@ def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | 
 
 
 def _recorded_right(row: dict[str, Any]) -> bool | None:
-    """Whether a row was right by what was recorded before; None where nothing says so in our form."""
+    """Return whether a row was recorded as right; None if it has no such record in our form."""
     before = row.get("recorded")
     before = before if isinstance(before, dict) else {}
     if before.get("verdict") != UNVERIFIED_VERDICT and isinstance(before.get("acc"), int | float):
@@ -321,7 +321,7 @@ def _recorded_right(row: dict[str, Any]) -> bool | None:
 
 
 def summarise(output: Path) -> tuple[str, list[str]]:
-    """Counts by verdict, and agreement with recorded verdicts and math-verify where rows have them; the errors."""
+    """Return counts by verdict, with agreement with recorded verdicts and math-verify if rows have them; and errors."""
     verdicts, recorded, compared = Counter(), Counter(), Counter()
     listed, errors, total_acc = [], [], 0.0
     for place, row in read_rows([output]):
@@ -333,7 +333,7 @@ def summarise(output: Path) -> tuple[str, list[str]]:
         if (before_right := _recorded_right(row)) is not None:
             recorded[before_right, row["verdict"]] += 1
         theirs = row.get("math_verify", "")
-        if theirs not in (None, True, False):  # the row has none, or a column of this name that is not ours
+        if theirs not in (None, True, False):  # the row has no verdict, or has a column of this name that is not ours
             continue
         compared[theirs, right] += 1
         if theirs not in (None, right):

@@ -1,7 +1,7 @@
 """Refuse answers that are not worth, or not safe, handing to a computer algebra system.
 
-A refusal is about the answer, not about the machine: it is the same everywhere and makes the answer wrong. What passes
-here still runs under the limits of symbolic.py.
+A refusal depends on the answer, not on the machine: it is the same everywhere and makes the answer wrong. An answer
+that passes still runs under the limits of symbolic.py.
 """
 
 import re
@@ -23,9 +23,9 @@ _REFUSALS = [
         ("long number", r"\d{60,}"),
     ]
 ]
-# What a question asks one to work out. Allowed where the gold has it too.
+# Operations that a question asks to work out. Allowed if the gold has them too.
 _OPERATIONS = re.compile(r"\\(sum|prod|int|iint|oint|lim|bmod|pmod|mod|gcd|lcm|max|min|det|diff|partial)(?![a-zA-Z])")
-# What the parser would overlook or misread, and so take 42... for 42. Allowed where the gold has it as often.
+# Text that the parser would overlook or misread, and so take 42... for 42. Allowed if the gold has it as often.
 _OVERLOOKED = [
     ("derivative", re.compile("'")),
     ("differential", re.compile(r"(?<![a-zA-Z\\])d[a-z](?![a-zA-Z])")),
@@ -43,9 +43,9 @@ _FUNCTION = re.compile(r"\\[a-zA-Z]+\s*(?:[_^]\s*(?:\{[^{}]*\}|\w)\s*)++(?=\d)|\
 
 
 def refusal(pred: str, gold: str) -> str | None:
-    """Why a normalised `pred` is not to be compared symbolically with `gold`; None if it may be.
+    """Return why a normalised `pred` must not be compared symbolically with `gold`; None if it may be.
 
-    Reads the text once per rule, with no look at its meaning: a few microseconds on an ordinary answer.
+    Each rule reads the text once and ignores its meaning: a few microseconds on an ordinary answer.
     """
     if len(pred) > max(MAX_CHARS, 2 * len(gold)):
         return "length"

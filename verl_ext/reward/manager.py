@@ -1,4 +1,4 @@
-"""The verl reward manager: turns a verifier's verdict into the reward of one rollout, and says what it did.
+"""The verl reward manager: it turns a verifier's verdict into the reward of one rollout, and reports what it did.
 
 In a YAML (the settings under `reward_kwargs` are those of `RewardOptions`):
 
@@ -6,7 +6,7 @@ In a YAML (the settings under `reward_kwargs` are those of `RewardOptions`):
       reward_manager: {source: importlib, name: RetoolRewardManager, module: {path: pkg://verl_ext.reward.manager}}
       reward_kwargs: {max_resp_len: 16384, overlong_buffer_cfg: {enable: true, len: 4096}}
 
-It is registered as "retool" too, for processes that have imported this module. Written for verl 0.9.1.
+It is also registered as "retool", for processes that have imported this module. Written for verl 0.9.1.
 """
 
 import asyncio
@@ -39,23 +39,23 @@ COPIED_COUNTS = ("tool_calls", "tool_errors", "tool_timeouts", "model_turns", "t
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """What is configured under `reward.reward_kwargs`; the first three names are verl's DAPO manager's.
+    """The settings under `reward.reward_kwargs`; the first three names are those of verl's DAPO manager.
 
-    The plain reward is +1 for a right answer and -1 otherwise (2 acc - 1, where a verifier gives a share). DAPO adds
-    the overlong penalty to it, so that the sum lies in [-2, 1]: a wrong answer that is too long is worse than another.
+    The plain reward is +1 for a right answer and -1 otherwise (2 acc - 1 if a verifier gives a share). DAPO adds the
+    overlong penalty to it, so that the sum lies in [-2, 1]: a wrong answer that is too long is worse than another.
 
     Attributes:
         max_resp_len: tokens, L_max of DAPO's Eq. 13; None takes `data.max_response_length`.
-        overlong_buffer: tokens, L_cache of Eq. 13 (`overlong_buffer_cfg.len`); None without the penalty.
+        overlong_buffer: tokens, L_cache of Eq. 13 (`overlong_buffer_cfg.len`); None turns the penalty off.
         overlong_factor: weight of the penalty (`overlong_buffer_cfg.penalty_factor`).
-        overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out. For both
-            length penalties.
+        overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out. It holds
+            for both length penalties.
         length_penalty: points (tokens, penalty) of `shaping.piecewise_length_penalty`; in a YAML "piecewise" stands for
             its default ones. None adds no penalty.
         tool_bonus: the published run's, not the paper's: a wrong answer gets 0.1 per tool call, up to -0.6 in all.
         reward_floor: the reward is never below this; None (DAPO) sets no floor.
         random_reward_p: control experiment. The trained reward is +1 with this probability whatever the response,
-            drawn by a hash of the sample; `acc` stays the truth. A policy must not improve on it.
+            drawn by a hash of the sample; `acc` stays the truth. A policy must not improve with it.
         random_reward_seed: another seed draws other random rewards.
         unverified_dir: folder for responses that could not be verified, to be graded again; None keeps none.
         verifiers: pattern of `data_source` or `ability` -> verifier; see verifiers/__init__.py.
@@ -78,7 +78,7 @@ class RewardOptions:
         """Read `reward.reward_kwargs` of a whole verl config.
 
         Raises:
-            ValueError: a key that means nothing here (Hydra would accept it in silence), or a value out of range.
+            ValueError: a key means nothing here (Hydra would accept it silently), or a value is out of range.
         """
         settings = dict(config["reward"].get("reward_kwargs") or {})
         buffer_cfg = dict(settings.pop("overlong_buffer_cfg", None) or {})
@@ -118,10 +118,10 @@ class RetoolRewardManager(RewardManagerBase):
 
     A sample that the infrastructure failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer
     that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
-    0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason, by which
+    0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason. By these,
     the sampler keeps it out of training (verl_ext/trainer/sampler.py), and the figures of a validation
-    (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A row or a
-    verifier that is broken stops the run: a row without a ground truth, an `acc` of NaN.
+    (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A broken row or
+    verifier stops the run: a row without a ground truth, an `acc` of NaN.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RetoolRewardManager(RewardManagerBase):
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
     ):
-        """Called by verl. `compute_score` and the reward model's arguments are not used.
+        """Take verl's arguments; `compute_score` and those of the reward model are not used.
 
         Raises:
             ValueError: `reward.reward_kwargs` has an unknown or impossible setting, or a custom reward function is
@@ -153,7 +153,7 @@ class RetoolRewardManager(RewardManagerBase):
         self.num_unverified = 0
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """verl's entry: score one rollout, of several outputs the last one. See `score_rollout`."""
+        """Score one rollout for verl, the last one of several outputs. See `score_rollout`."""
         item = data[-1:][0]
         responses = item.batch["responses"]
         mask = item.batch["attention_mask"]
@@ -161,14 +161,14 @@ class RetoolRewardManager(RewardManagerBase):
         return await self.score_rollout(responses[:num_tokens].tolist(), item.non_tensor_batch)
 
     async def score_rollout(self, token_ids: list[int], sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Score one rollout. A verifier may take seconds; the event loop goes on meanwhile.
+        """Score one rollout. A verifier may take seconds; the event loop keeps running meanwhile.
 
         Args:
             token_ids: the response, tool output included.
             sample: `reward_model.ground_truth`, `data_source`, and the loop's extra fields as `tool_extra_fields`.
         Returns:
             `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, in [0, 1]; 0
-            when unverified), `train_acc` (what the reward was made of), the parts of the reward `reward_base`,
+            when unverified), `train_acc` (which the reward was made of), the parts of the reward `reward_base`,
             `reward_overlong`, `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`,
             `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of
             `extra_info`), `problem` (records/problem.py), `finish_reason`, `normalised` as strings, "" for nothing.
@@ -226,7 +226,7 @@ class RetoolRewardManager(RewardManagerBase):
         }
 
     def _decode(self, token_ids: list[int], spans: list[tuple[int, int]]) -> str:
-        """What the model itself sampled: what a tool printed cannot answer for it."""
+        """Decode what the model itself sampled, without the tools' output, which cannot answer for it."""
         outside = [span for span in spans if not 0 <= span[0] <= span[1] <= len(token_ids)]
         if outside:
             raise BrokenReward(
@@ -249,7 +249,7 @@ class RetoolRewardManager(RewardManagerBase):
             return await verify_response(verifier, response, ground_truth, sample)
         except ValueError as error:
             raise BrokenReward(f"{row} cannot be scored: {error}") from error
-        except RAISED_BY_TEXT as error:  # on a plain response, too
+        except RAISED_BY_TEXT as error:  # on a plain response as well
             raise BrokenReward(f"{type(verifier).__name__} failed on {row}: {error!r}") from error
         except Exception as error:  # named, so that it is found in a log of many workers
             raise RuntimeError(f"{type(verifier).__name__} failed on {row}: {error!r}") from error
@@ -272,13 +272,13 @@ class RetoolRewardManager(RewardManagerBase):
             row |= {name: sample.get(name, "") for name in ("data_source", "ability", "index", "uid", "global_steps")}
             folder = Path(self.options.unverified_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            # A file per process, by one write per row: a process that is killed leaves whole lines behind.
+            # Each process has its own file and writes each row at once: a killed process leaves whole lines behind.
             with open(folder / f"unverified-{socket.gethostname()}-{os.getpid()}.jsonl", "ab", buffering=0) as file:
                 line = jsonl.dumps(row | {"pred": score.pred, "method": score.method}, default=str)
                 file.write(f"{line}\n".encode())
 
     def _shape(self, num_tokens: int) -> dict[str, float]:
-        """The penalties on length that are configured."""
+        """Return the length penalties that are configured."""
         options, length, parts = self.options, torch.tensor([num_tokens]), {}
         if options.overlong_buffer is not None:
             penalty = overlong_penalty(length, max_length=options.max_resp_len, buffer=options.overlong_buffer)
@@ -288,9 +288,9 @@ class RetoolRewardManager(RewardManagerBase):
         return parts
 
     def _draw(self, sample: Mapping[str, Any], token_ids: list[int]) -> float:
-        """Uniform in [0, 1): a hash of the seed, the sample's place in the run and its tokens, so repeatable.
+        """Draw uniformly from [0, 1), repeatably: by a hash of the seed, the sample's place in the run and its tokens.
 
-        The place (problem, step, session) makes equal responses draw apart: no response is rewarded as such.
+        The place (problem, step, session) gives equal responses separate draws: no response is rewarded as such.
         """
         place = [str(sample.get(name)) for name in ("index", "global_steps", "session_id")]
         drawn_from = repr((self.options.random_reward_seed, place, token_ids)).encode()

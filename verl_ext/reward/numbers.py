@@ -1,4 +1,4 @@
-"""What a verifier or a reward gives must be a number that can be trained on. Anything else is our error: the run stops.
+"""Checks that a verifier or a reward gives a number to train on. Anything else is our error: the run stops.
 
 A NaN would make every advantage of its group NaN, and verl would skip the update; an `acc` of 5 would be trained on.
 """
@@ -15,7 +15,7 @@ class BrokenReward(ValueError):
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float; None where it is no finite number. A bool is 0 or 1, an array or tensor has one element."""
+    """Return `value` as a float, None if it is not finite. A bool is 0 or 1; an array or tensor has one element."""
     if hasattr(value, "item"):  # of numpy or torch
         try:
             value = value.item()
@@ -31,10 +31,10 @@ def finite(value: Any) -> float | None:
 
 
 def checked_reward(reward: Any, info: MutableMapping[str, Any] | None, sample: Mapping[str, Any]) -> float | None:
-    """What any reward manager gave for a rollout, as a float; so are `acc` and `score` of its `info` then.
+    """Return the reward of a rollout, from any reward manager, as a float; convert `acc` and `score` in `info` as well.
 
     Args:
-        reward: None where verl's trainer scores later.
+        reward: None if verl's trainer scores later.
         info: `reward_extra_info`, whose other terms may be texts.
         sample: the row, which messages name.
     Raises:

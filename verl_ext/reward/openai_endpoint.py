@@ -1,6 +1,6 @@
-"""Requests to OpenAI-compatible servers (vLLM, SGLang, ...) by the `openai` package's client, which also repeats them.
+"""Requests to OpenAI-compatible servers (vLLM, SGLang, ...) by the `openai` package's client, which also retries them.
 
-The judge (verifiers/judge.py) and the evaluation of a server (evaluation/servers.py) say what a failure means to them.
+The judge (verifiers/judge.py) and the evaluation of a server (evaluation/servers.py) decide what a failure means.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RequestFailed(Exception):
-    """A request failed at its last attempt; `status` is the HTTP status, None where no answer came."""
+    """A request failed at its last attempt; `status` is the HTTP status, None if no answer came."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -16,19 +16,19 @@ class RequestFailed(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """The server does not take this request: asking again is no use."""
+        """Return whether the server refuses this request, so that asking again is no use."""
         return self.status is not None and self.status < 500 and self.status not in (408, 429)
 
 
 class OpenAiEndpoint:
-    """One server. Nothing of the environment reaches it: no key, organisation or project of OpenAI's, and no proxy.
+    """One server. Nothing from the environment applies to it: no OpenAI key, organisation or project, and no proxy.
 
-    A connection that fails, a time-out and HTTP 408, 409, 429 and 5xx are infrastructure failures: the client asks
-    again, after 0.5 s and then twice as long each time (8 s at most), or when the server's Retry-After says.
+    A failed connection, a time-out and HTTP 408, 409, 429 and 5xx are infrastructure failures: the client asks again
+    after 0.5 s, then after twice as long each time (at most 8 s), or when the server's Retry-After says.
 
     Args:
         url: such as "http://127.0.0.1:8000/v1".
-        api_key: "" sends the word EMPTY, as vLLM's documentation does: the client cannot send none.
+        api_key: "" sends the word EMPTY, as vLLM's documentation does, because the client cannot omit the key.
         timeout_s: of one attempt from connecting to the answer's last byte, the server's queue included.
         max_attempts: requests in all.
     """
@@ -39,10 +39,10 @@ class OpenAiEndpoint:
         self._client: Any = None
 
     async def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The server's JSON for a GET, or for a POST of `body`; a text where it answers with something else.
+        """Return the server's JSON for a GET, or for a POST of `body`; a text if it answers with something else.
 
-        As JSON, not by `client.completions.create`: that looks at each token id of a prompt, for milliseconds per
-        thousand.
+        The body is sent as JSON, not by `client.completions.create`, which looks at each token id of a prompt and takes
+        milliseconds per thousand.
 
         Raises:
             RequestFailed: see above.
@@ -59,7 +59,7 @@ class OpenAiEndpoint:
             raise RequestFailed(f"did not answer within {self._timeout_s:g} s") from error
         except openai.APIConnectionError as error:
             raise RequestFailed(f"{type(error.__cause__).__name__}: {error.__cause__}") from error
-        except ValueError as error:  # what calls itself JSON and is none
+        except ValueError as error:  # the answer claims to be JSON and is not
             return getattr(error, "doc", str(error))
 
     def _connect(self) -> Any:
@@ -70,7 +70,7 @@ class OpenAiEndpoint:
 
         class Client(openai.DefaultAsyncHttpxClient):
             async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-                """One attempt; httpx's own limit is for each read, which a server that drips bytes never exceeds."""
+                """Make one attempt; httpx's own limit is per read, which a server that drips bytes never exceeds."""
                 try:
                     async with asyncio.timeout(timeout_s):
                         return await super().send(request, **options)

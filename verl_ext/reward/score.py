@@ -1,7 +1,7 @@
 """Is the answer of a response equal to the ground truth? `score_answer` is the one place where that is decided.
 
 Cheap and exact rules come first (strings, rational numbers, structure); only what they leave open is compared by
-computer algebra, in a process that can be killed. Rewards and verl are not known here: see manager.py.
+computer algebra, in a process that can be killed. This module knows nothing of rewards and verl: see manager.py.
 """
 
 import re
@@ -21,8 +21,8 @@ from verl_ext.reward.maths.structure import Comparison, compare_answers
 from verl_ext.reward.maths.units import changes_a_number, same_unit, split_unit
 
 MAX_ANSWER_CHARS = 2000
-# Comparisons by computer algebra for one answer; beyond it is wrong. Only lists need more than one: at most 64 ordered
-# values (structure.MAX_PARTS), or each of 8 with each other (structure.MAX_UNMATCHED).
+# Comparisons by computer algebra for one answer; an answer that needs more is wrong. Only lists need more than one: at
+# most 64 ordered values (structure.MAX_PARTS), or each of 8 with each other (structure.MAX_UNMATCHED).
 MAX_SYMBOLIC = 64
 
 _BASED = re.compile(
@@ -32,12 +32,12 @@ MAX_CANONICAL_BITS = 4000  # of a number that is written out for logs
 _CLOCK = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*([ap]\.?m\.?)?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+)\s*(?:/|\\text\s*\{\s*to\s*\}|to)\s*(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
 _CONSTANT = re.compile(r"\+\s*[cCkK]$")  # of an integral
-# Units that differ, though normalise() drops some of them: dollars are no cents, degrees no radians.
+# Units that differ, though normalise() drops some of them: dollars are not cents, degrees are not radians.
 _CLASHES = [
     (re.compile(r"\\\$|[€£¥₹]|\bdollars?\b"), re.compile(r"¢|\bcents?\b")),
     (re.compile(r"°|\\circ|\bdegrees?\b"), re.compile(r"\brad(?:ians?)?\b")),
 ]
-_NOT_NORMALISED = ("guard: length", "unit")  # rules that look at an answer as it is written
+_NOT_NORMALISED = ("guard: length", "unit")  # rules that read an answer as it is written
 _MATHS_WORDS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp"}
 
 
@@ -50,9 +50,9 @@ class Score:
             may give a share of 1.0, with the verdict "partial".
         pred: the answer as the response gave it; "" without one.
         verdict: "unknown" is neither right nor wrong: the gold by itself takes more CPU time or memory than a
-            comparison may, or the infrastructure failed. What an answer's own text causes is "wrong".
+            comparison may, or the infrastructure failed. A failure that an answer's own text causes is "wrong".
         method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
-        normalised: the answer in the spelling that was compared, for logs; "" where the rule has none.
+        normalised: the answer in the spelling that was compared, for logs; "" if the rule has none.
     """
 
     acc: float | None
@@ -63,7 +63,7 @@ class Score:
 
     @classmethod
     def graded(cls, acc: float, pred: str, method: str, normalised: str = "") -> "Score":
-        """With the verdict that belongs to `acc`."""
+        """Return a score with the verdict that belongs to `acc`."""
         verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
         return cls(acc, pred, verdict, method, normalised)
 
@@ -73,13 +73,13 @@ class Score:
 
 
 def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: bool = False) -> Score:
-    """Score one response. Deterministic, safe in any thread, fast where no computer algebra is needed.
+    """Score one response: deterministic, safe in any thread, and fast if no computer algebra is needed.
 
     Args:
-        response_text: what the model wrote, best without tool output; code and tool blocks of both protocols are
-            dropped here too.
+        response_text: the model's text, best without tool output; code and tool blocks of both protocols are dropped
+            here too.
         ground_truth: the reference answer, plain or LaTeX, without a sentence around it.
-        unfinished_thinking: a box after a `<think>` that is never closed counts, too.
+        unfinished_thinking: a box after a `<think>` that is never closed counts as well.
     Raises:
         ValueError: the ground truth is empty.
         RuntimeError: computer algebra is needed and cannot be started.
@@ -99,10 +99,10 @@ def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: 
 
 @lru_cache(maxsize=4096)
 def canonical(pred: str) -> str:
-    r"""One spelling for equal answers as far as that is cheap: 0.5, 1/2 and `x = \frac12` are `\frac{1}{2}`."""
+    r"""Return one spelling for equal answers as far as that is cheap: 0.5, 1/2 and `x = \frac12` are `\frac{1}{2}`."""
     if re.fullmatch(r"-?\d{1,18}", pred):
         return str(int(pred))
-    text = normalise(pred)  # which `compare` has cached
+    text = normalise(pred)  # cached by `compare`
     value = split_label(text)[1]
     quantity = quantity_or_none(value, MAX_CANONICAL_BITS)
     if quantity is None or quantity.calculated:
@@ -134,7 +134,7 @@ def compare(pred: str, gold: str) -> Comparison:
 
 
 def _compare_choice(pred: str, letter: str, option: str) -> Comparison:
-    """The letter decides, and without one the text of the option; of two texts that are numbers, both must agree."""
+    """Compare by the letter, or without one by the option's text; if both texts are numbers, they must agree too."""
     choice = read_choice(pred) or read_choice(normalise(pred))
     if choice is None:
         if not option or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3}", option):  # words are compared as they are
@@ -147,12 +147,12 @@ def _compare_choice(pred: str, letter: str, option: str) -> Comparison:
 class _ValueComparison:
     """Compares the single values, equations or inequalities of one answer, in their normalised spelling.
 
-    After one comparison without an answer no other is begun, so that an answer costs one deadline at most.
+    After one comparison without an answer no other is begun, so that an answer costs at most one deadline.
     """
 
     def __init__(self) -> None:
         self.symbolic_left = MAX_SYMBOLIC
-        self.rest = Comparison(False, "guard: comparisons")  # of what is compared when none is left
+        self.rest = Comparison(False, "guard: comparisons")  # the result when no comparison is left
 
     def __call__(self, pred: str, gold: str) -> Comparison:
         if decided := _compare_quantities(pred, gold) or _compare_notations(pred, gold):
@@ -160,7 +160,7 @@ class _ValueComparison:
         if (words := _compare_words(pred, gold)) and words.equal:
             return words
         (pred_value, pred_unit), (gold_value, gold_unit) = split_unit(pred), split_unit(gold)
-        if same_unit(pred_unit, gold_unit):  # else they differ as words do
+        if same_unit(pred_unit, gold_unit):  # otherwise they differ as words do
             pred, gold = pred_value, gold_value
         if decided := _compare_words(pred, gold):
             return decided
@@ -181,7 +181,7 @@ class _ValueComparison:
 
 
 def _compare_quantities(pred: str, gold: str) -> Comparison | None:
-    """Decide where the gold is a rational number and the answer is one too, or tries to be."""
+    """Decide if the gold is a rational number and the answer is one too, or tries to be."""
     nouns = _nouns_of(gold)
     gold_quantity = quantity_or_none(gold, nouns=nouns)
     if gold_quantity is None:
@@ -198,14 +198,14 @@ def _compare_quantities(pred: str, gold: str) -> Comparison | None:
 
 
 def _nouns_of(gold: str) -> set[str]:
-    """Words of the ground truth, which may be counted in the answer, too."""
+    """Return words of the ground truth, which the answer may count as well."""
     return {word for word in re.findall("[a-z]{3,}", gold.lower()) if not changes_a_number(word)}
 
 
 def _compare_notations(pred: str, gold: str) -> Comparison | None:
-    """Numbers in another base (204_5), clock times and ratios (7:32): the same digits in the same places.
+    """Compare numbers in another base (204_5), clock times and ratios (7:32) by the same digits in the same places.
 
-    The ratio 3:2 may be written as 3/2, and 3/2 as 3:2; two fractions are for others to compare.
+    The ratio 3:2 may be written as 3/2, and 3/2 as 3:2; other rules compare two fractions.
     """
     for read in (_read_based, _read_clock):
         one, other = read(pred), read(gold)
@@ -244,7 +244,7 @@ def _read_ratio(text: str) -> tuple[list[str], str] | None:
 
 
 def _compare_words(pred: str, gold: str) -> Comparison | None:
-    """A gold in words wants the same words; words, or letters for a number, are wrong where the gold has none."""
+    """Require the same words as a gold in words; words, or letters for a number, are wrong if the gold has none."""
     if _is_words(gold):
         return Comparison(_fold(pred) == _fold(gold), "words")
     if _is_words(pred) or (quantity_or_none(gold) and not re.search(r"[\d\\]", pred)):

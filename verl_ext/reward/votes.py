@@ -1,4 +1,4 @@
-"""Which answers of a majority vote are the same one: 0.5, \\frac12 and 1/2 are. No computer algebra is asked."""
+"""Which answers of a majority vote are the same: 0.5, \\frac12 and 1/2 are. No computer algebra is used."""
 
 from functools import lru_cache
 from typing import Any
@@ -35,7 +35,7 @@ def _value(answer: str) -> Any:
 
 
 def _of_parts(text: str, depth: int) -> Any:
-    """A number as such; of several values the values, in order where they have one; anything else as text."""
+    """Return a number as itself; several values as their values, in order if they have one; anything else as text."""
     if number := quantity_or_none(text, _POWER_BITS):
         return number.value, number.percent, number.unit
     parts = split_parts(text) if depth else None

@@ -1,7 +1,7 @@
-"""Whether the processes of the agent loops live, asked while the trainer waits for rollouts.
+"""Check that the processes of the agent loops are alive while the trainer waits for rollouts.
 
 verl 0.9.1 hands prompts to these processes and polls the queue (trainer/ppo/v1/replay_buffer.py:408). Rollouts of a
-process that is gone never end: the run would wait without end, and say nothing.
+process that is gone never end: the run would wait forever, without a message.
 """
 
 import time
@@ -11,16 +11,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
 
-# Of a call whose process is gone, or whose answer went with its node; OwnerDiedError is an ObjectLostError.
+# Raised by a call whose process is gone, or whose answer was lost with its node; OwnerDiedError is an ObjectLostError.
 GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
-LOOK_S = 5.0  # from a look to the next: a message for each process
+LOOK_S = 5.0  # between two checks; each costs one message per process
 
 
 class AgentLoops:
     """The actors that run a run's agent loops.
 
     Args:
-        actors: handles, or what has their `__ray_ready__`.
+        actors: handles, or objects with their `__ray_ready__`.
     """
 
     def __init__(self, actors: Sequence[Any], clock: Callable[[], float] = time.monotonic):
@@ -28,10 +28,10 @@ class AgentLoops:
         self._clock, self._next = clock, clock() + LOOK_S
 
     def check(self) -> None:
-        """Waits for nobody: one that is busy answers a later look.
+        """Check all actors without waiting: a busy one answers at a later check.
 
         Raises:
-            RuntimeError: one is gone.
+            RuntimeError: an actor is gone.
         """
         if self._clock() < self._next:
             return
@@ -41,7 +41,7 @@ class AgentLoops:
                 continue
             try:
                 ray.get(answer)
-            except ActorUnavailableError:  # the network's silence
+            except ActorUnavailableError:  # a network that is silent for a while
                 pass
             except GONE as error:
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The log-probs that training takes from the rollout server. Nothing that the server did not send may stand for one.
+"""The log-probs that training takes from the rollout server. No other value may take the place of one.
 
 If verl asks the server for no log-probs, its trainer either fails (`bypass_mode`) or silently leaves its correction out
 (`rollout_is`, `rollout_rs`): trainer/ppo/v1/trainer_base.py:1641 and 1768, 0.9.1.
@@ -10,21 +10,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_NEEDS = ("bypass_mode", "rollout_is", "rollout_rs")  # of algorithm.rollout_correction
+_NEEDS = ("bypass_mode", "rollout_is", "rollout_rs")  # in algorithm.rollout_correction
 
 
 def wants_log_probs(params: Mapping[str, Any]) -> bool:
-    """verl asks by True or False; in vLLM's own words 0 asks too, for those of the sampled tokens alone."""
+    """Return whether `params` ask for log-probs: verl does by True, vLLM's callers also by 0 (sampled tokens only)."""
     wanted = params.get("logprobs")
     return wanted is not None and wanted is not False
 
 
 def checked_log_probs(log_probs: Sequence[float | None] | None, ids: Sequence[int]) -> list[float]:
-    """The log-probs that a server sent for the tokens `ids`.
+    """Return the log-probs that a server sent for the tokens `ids`.
 
     Raises:
-        ValueError: there are none, not one for each token, or one is no finite number. Training would use whatever
-            stood in its place: 0.0 says that the policy was certain of the token.
+        ValueError: there are none, there is not one for each token, or one is not a finite number. Training would use
+            whatever stood in its place: 0.0 means that the policy was certain of the token.
     """
     found = [] if log_probs is None else list(log_probs)
     if len(found) != len(ids):
@@ -41,10 +41,10 @@ def checked_log_probs(log_probs: Sequence[float | None] | None, ids: Sequence[in
 
 
 def check_log_probs_are_sent(config: DictConfig) -> None:
-    """Raise where the trainer needs the server's log-probs, and verl would not ask for them; called when a run starts.
+    """Raise if the trainer needs the server's log-probs but verl would not ask for them; called when a run starts.
 
     Args:
-        config: of the run.
+        config: the run's config.
     Raises:
         ValueError: `rollout.calculate_log_probs` is false, and `algorithm.rollout_correction` uses them.
     """

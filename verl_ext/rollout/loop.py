@@ -1,4 +1,4 @@
-"""The rollout with tools: the model writes, calls a tool, reads its answer, goes on. One state machine, two protocols.
+"""The rollout with tools: the model writes, calls a tool, reads its answer and continues.
 
 Token-in, token-out: the loop keeps the sampled tokens as they are, and encodes only the text between two turns of the
 model (mask 0, log-prob 0). The settings are `retool.*` in the run's YAML. agent_loops.yaml registers the loop as
@@ -47,17 +47,17 @@ from verl_ext.settings.checks import check
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-# Why the engine ended a request, where that was neither the model's end nor its budget (vllm/v1/engine/__init__.py:43).
+# Stop reasons of a request that ended by neither the model nor its budget (vllm/v1/engine/__init__.py:43).
 FAILED_STOPS = ("aborted", "abort", "error")
 _FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
-RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is tried again, longer by as much each time
-_CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is too much are cut from each output
+RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is retried; each pause is longer by this much
+_CUT_STEP = 8  # tokens; if a reply does not fit, this many more than the excess are cut from each output
 
 
 class _FinalOutputOnly:
-    """Becomes, when vLLM's process unpickles it, the enum that asks for one message a request instead of one a token.
+    """Unpickles in vLLM's process as the enum that asks for one message per request instead of one per token.
 
-    With the enum itself, this process would have to import vLLM, which takes 3 s.
+    To use the enum itself, this process would have to import vLLM, which takes 3 s.
     """
 
     def __reduce__(self) -> tuple:
@@ -68,15 +68,15 @@ class RetoolAgentLoop(AgentLoopBase):
     """See the module's docstring.
 
     Args:
-        tools: of `rollout.multi_turn.tool_config_path`, for the hermes protocol. One that is called `code_interpreter`
-            gives its schema; code always runs by `retool.sandbox`.
+        tools: those of `rollout.multi_turn.tool_config_path`, for the hermes protocol. Of one that is called
+            `code_interpreter`, only the schema is used; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
         ValueError: a setting of `retool` is unknown, missing or out of range, or the trainer needs log-probs that no
             server is asked for.
     """
 
-    shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
+    shared = True  # `run` keeps a sample's state in local variables, so LeanAgentLoopWorker uses one instance for all
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -103,7 +103,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
         self.end_ids = set(self.tokenizer.all_special_ids)
         # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
-        # (Llama 3 has three). A special token that a turn ends with, before its budget does, is one.
+        # (Llama 3 has three). A special token that ends a turn before its budget is used up is one of them.
         added = self.tokenizer.added_tokens_decoder.items()
         stops = (self.protocol.stop, THINK_STOP)
         self.special_ids = {i for i, token in added if token.special and token.content not in stops}
@@ -123,7 +123,7 @@ class RetoolAgentLoop(AgentLoopBase):
         Returns:
             `extra_fields` holds `finish_reason` (of `RolloutEnd`), `model_spans` (the [start, end) pairs of response
             tokens that the model sampled), the counts that the reward manager logs, `tool_use` (see there), and
-            `trajectory` where it is recorded.
+            `trajectory` if it is recorded.
         Raises:
             ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
         """
@@ -136,7 +136,7 @@ class RetoolAgentLoop(AgentLoopBase):
         reason = None
         while reason is None:
             params = sampling_params | {"output_kind": self._output_kind} | self._stops.params(rollout.stop)
-            if self._is_repeatable:  # each request of its own: neither order nor batch of the requests matters
+            if self._is_repeatable:  # a separate seed per request, so neither their order nor their batch matters
                 params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], rollout.requests)
             text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
             if rollout.is_turn_open:
@@ -157,7 +157,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self, rollout: Rollout, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
         """Let the model write up to a stop, an end token or the budget's end; `rollout.is_turn_open` says whether the
-        turn goes on from there.
+        turn continues from there.
 
         Returns:
             The turn's text, whether it ended by an end token, and whether it was aborted.
@@ -185,7 +185,7 @@ class RetoolAgentLoop(AgentLoopBase):
         if not aborted and (kept := self._stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(so_far + ids)
-        told = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # not of verl's client
+        told = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # the client is not verl's
         spans = spans_of(told, len(rollout.ids), len(ids))
         rollout.version_spans = joined(rollout.version_spans, spans)
         rollout.from_server = output.extra_fields
@@ -202,7 +202,7 @@ class RetoolAgentLoop(AgentLoopBase):
     async def _tool_turn(
         self, rollout: Rollout, text: str, calls: list[Call | MalformedCall], ended: bool, sample: Mapping[str, Any]
     ) -> RolloutEnd | None:
-        """Run the calls of a turn and append what the tools say; returns why the rollout ends here, or None."""
+        """Run the calls of a turn and append what the tools say; return why the rollout ends here, or None."""
         use, entries = rollout.use, rollout.turns[-1]["calls"]
         to_run = [call for call in calls if isinstance(call, Call)]
         for call in calls:
@@ -211,13 +211,13 @@ class RetoolAgentLoop(AgentLoopBase):
                 entries.append({"malformed": call.kind, "output": str(call)})
             else:
                 entries.append({"tool": call.tool, "arguments": call.arguments})
-        surplus = use.malformed["two_blocks"]  # well formed, but more than run in a turn
+        surplus = use.malformed["two_blocks"]  # well formed, but beyond the number that a turn may run
         if use.malformed.total() - surplus > self.max_malformed_calls:
             return RolloutEnd.MALFORMED_LIMIT
         is_last = use.calls + len(to_run) > self.max_tool_calls
         if is_last and not self.run_last_code:
             return RolloutEnd.MAX_TURNS
-        answer_tokens = 0 if is_last else 1  # the least that is kept free
+        answer_tokens = 0 if is_last else 1  # the minimum that is kept free
         if rollout.room <= answer_tokens:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
 
@@ -258,8 +258,8 @@ class RetoolAgentLoop(AgentLoopBase):
         return RolloutEnd.MAX_TURNS if is_last else None
 
     async def _run_call(self, call: Call, tools_kwargs: Mapping[str, Any], retries: int) -> tuple[CallResult, float]:
-        """What the tool said, and the seconds until it did; a call that infrastructure failed is made again, `retries`
-        times at the most.
+        """Return what the tool said, and after how many seconds; a call that failed because of the infrastructure is
+        repeated at most `retries` times.
 
         The response stays as it is: sampling it anew would, with a dead sandbox, favour responses without calls.
         """
@@ -278,10 +278,11 @@ class RetoolAgentLoop(AgentLoopBase):
     def _encode_reply(
         self, texts: list[str], errors: list[str], ended: bool, room: int
     ) -> tuple[list[int] | None, str, int]:
-        """What the tools say as at most `room` tokens, as text, and how many outputs were cut; None if none would do.
+        """Return what the tools say, as at most `room` tokens (None if no cut makes it fit) and as text, and how many
+        outputs were cut.
 
-        Outputs together take at most half of the room, so that the rest is left to answer with. `errors`: of each text,
-        see `cut_reply`.
+        Outputs together take at most half of the room, so that the rest is left to answer with. `errors` has one entry
+        per text, see `cut_reply`.
         """
         limit = self.max_tool_response_tokens
         share = min(max(limit, ERROR_TOKENS) if any(errors) else limit, max(room // (2 * len(texts)), 0))
@@ -311,7 +312,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self, prompt_ids: list[int], rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]
     ) -> AgentLoopOutput:
         use, length = rollout.use, len(rollout.ids)
-        if not rollout.ids:  # aborted before its first token: verl's tensors need one, which nothing trains on
+        if not rollout.ids:  # aborted before its first token; verl's tensors need one, and nothing trains on it
             rollout.add_reply([self.tokenizer.eos_token_id])
         versions = [version for *_, version in rollout.version_spans if version is not None]
         extra_fields = {
@@ -353,5 +354,5 @@ class RetoolAgentLoop(AgentLoopBase):
 
 
 def _encodable(text: str) -> str:
-    """`text` with lone surrogates spelt out: a model can write one in JSON, and a tool or a message may repeat it."""
+    """Return `text` with lone surrogates spelt out: a model can write one in JSON, and a tool may repeat it."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -9,7 +9,7 @@ from verl_ext.rollout.weight_versions import Span
 
 @dataclass
 class Rollout:
-    """The tokens of one response and what became of them. `ids`, `mask` and `log_probs` have one length, always."""
+    """The tokens of one response and what became of them. `ids`, `mask` and `log_probs` always have the same length."""
 
     limit: int  # tokens of the response
     ids: list[int] = field(default_factory=list)
@@ -20,11 +20,11 @@ class Rollout:
     turns: list[dict[str, Any]] = field(default_factory=list)  # for the records
     tool_rewards: list[float] = field(default_factory=list)
     version_spans: list[Span] = field(default_factory=list)  # see rollout/weight_versions.py
-    lost_servers: list[str] = field(default_factory=list)  # that died under a request, which went on elsewhere
+    lost_servers: list[str] = field(default_factory=list)  # they died during a request, which continued elsewhere
     from_server: dict[str, Any] = field(default_factory=dict)  # what else the server sent with the newest turn
     requests: int = 0
     stop: str | None = None  # at which the engine stops the next request
-    is_turn_open: bool = False  # the newest turn goes on with the next request
+    is_turn_open: bool = False  # the newest turn continues with the next request
     begins_thinking: bool = False  # the newest turn began within the thinking that prompt or reply opened
 
     @property
@@ -33,7 +33,7 @@ class Rollout:
 
     @property
     def turn_start(self) -> int:
-        """Where the turn begins that the next tokens of the model belong to."""
+        """Return the index at which the turn that the model's next tokens belong to begins."""
         return self.spans[-1][0] if self.is_turn_open else len(self.ids)
 
     def add_to_turn(self, ids: list[int], log_probs: list[float], note: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""A rollout without a model and without a sandbox: what the agent loop makes of turns that are given.
+"""A rollout without a model and without a sandbox: what the agent loop makes of given turns.
 
-Comes in: the tokens of a trace. Goes out: the tokens of the rollout in which the model samples the trace's own ones.
+In: the tokens of a trace. Out: the tokens of the rollout in which the model samples the trace's own ones.
 """
 
 import json
@@ -31,13 +31,13 @@ async def roll_out(
     model_path: str,
     tools: Sequence[Any] = (),
 ) -> Tokens:
-    """The real agent loop, between a server that samples `trace` and a sandbox that prints `output` of every program.
+    """Run the real agent loop between a server that samples `trace` and a sandbox that prints `output` for any program.
 
     Args:
-        config: of an RL run; lengths and the recorder are not taken from it.
-        question: of the user.
-        trace: what its mask says is the model's is sampled, a stretch a turn; then the end token.
-        model_path: its folder, for the model's type.
+        config: an RL run's; its lengths and its recorder settings are not used.
+        question: the user's.
+        trace: each stretch that its mask gives to the model is sampled as one turn, then the end token.
+        model_path: the model's folder, from which its type is read.
         tools: as `environments.toolbox.load_tools` gives them.
     """
     parts = groupby(zip(*trace, strict=True), lambda pair: pair[1])

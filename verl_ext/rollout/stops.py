@@ -11,17 +11,17 @@ _FRAME_TOKENS = 16  # before a turn, in which an opened `<think>` is found
 
 
 class Stops:
-    """The stops of a protocol: its own ends a call, except within thinking, in which the model writes on.
+    """The stops of a protocol: its own ends a call, except within thinking, where the model continues to write.
 
-    After such a draft the engine stops at the end of the thinking next, so that one that repeats a tag costs no request
-    for each.
+    After a draft of a call within thinking, the next stop is the end of the thinking: a draft that repeats a tag does
+    not cost a request for each.
     """
 
     def __init__(self, protocol: ToolProtocol, tokenizer: PreTrainedTokenizerBase):
         self._protocol, self._tokenizer = protocol, tokenizer
 
     def params(self, stop: str | None) -> dict[str, Any]:
-        """Return what asks the engine to stop behind this text.
+        """Return the sampling parameters that ask the engine to stop after this text.
 
         If the tag is one token, the engine itself stops there. At a string, vLLM's front end stops the engine, a few
         tokens later. The string is given as well: the model may also sample the tag in pieces.
@@ -37,7 +37,7 @@ class Stops:
         return opens_thinking(self._tokenizer.decode(before[-_FRAME_TOKENS:]))
 
     def length(self, ids: list[int], text: str, thinking: bool) -> int:
-        """Return how many tokens hold the turn up to its call: all, unless the engine missed the stop and went on.
+        """Return how many tokens hold the turn up to its call: all, unless the engine missed the stop and continued.
 
         The engine looks for stop strings within a request. The asynchronous client merges the requests of a turn that
         was aborted and resumed, so only this method sees a stop that was split between them. Tokens after the stop
@@ -56,11 +56,11 @@ class Stops:
         return self._protocol.call_end(self._tokenizer.decode(ids), thinking=thinking) is not None
 
     def next(self, text: str, sent: str, thinking: bool) -> str | None:
-        """Return the next stop of a turn that goes on, because it stopped where no call ended; None if it is over.
+        """Return the next stop of a turn that continues because it stopped where no call ended; None if it is over.
 
         Args:
             text: the turn so far.
-            sent: what of it the engine sent last.
+            sent: the part of it that the engine sent last.
             thinking: the turn began within thinking.
         """
         stop = self._protocol.stop

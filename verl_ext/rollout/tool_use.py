@@ -15,7 +15,7 @@ from verl_ext.outcome import RolloutEnd, rollout_end
 from verl_ext.protocols.base import CODE_TOOL, Call
 
 TIME_METRICS = {"tool/time_share", "tool/seconds", "tool/queue_s", "tool/run_s"}  # of `tool_metrics`, from a clock
-# verl's MetricsAggregator takes the largest instead of the mean of what has "max" in its name.
+# verl's MetricsAggregator takes the largest value instead of the mean if a metric has "max" in its name.
 _METRIC_NAMES = {RolloutEnd.MAX_TURNS: "turn_limit", RolloutEnd.MAX_TOKENS: "token_limit"}
 
 
@@ -34,12 +34,12 @@ class ToolUse:
     first_call_token: int | None = None  # position in the response, estimated within its turn by characters
     generate_s: float = 0.0  # waited for the model
     tool_s: float = 0.0  # waited for tools, which splits into queue_s, run_s and the way there and back
-    queue_s: float = 0.0  # with what attempts took that infrastructure failed
+    queue_s: float = 0.0  # includes the attempts that failed because of the infrastructure
     run_s: float = 0.0
     _last_failed: bool = False
 
     def add_call(self, call: Call, error: str | None) -> None:
-        """Count one call that was run; `error` is None where it ended well."""
+        """Count one call that was run; `error` is None if it ended well."""
         if error is None:
             self.ok += 1
             self.fixed += self._last_failed
@@ -55,7 +55,7 @@ class ToolUse:
         self.malformed[kind] += 1
 
     def pass_malformed(self) -> None:
-        """In the order of the calls, a malformed one comes now."""
+        """Note that a malformed call comes next in the order of the calls."""
         self._last_failed = True
 
     @property
@@ -68,7 +68,7 @@ class ToolUse:
 
 
 def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics over rollouts: what the figures of ReTool (arXiv:2504.11536) show, and more. 0 where there is no case.
+    """Return metrics over rollouts: those that the figures of ReTool (arXiv:2504.11536) show, and more; 0 for no cases.
 
     Args:
         rollouts: `extra_fields` of each, with `reward_extra_info`, `tool_use` and `model_spans`.

@@ -1,9 +1,9 @@
-"""The sockets in /tmp by which an actor's weights reach the vLLM server beside it: none of two runs is another's, and
-no sender waits without end.
+"""The sockets in /tmp by which an actor's weights reach the vLLM server on its node: no two runs share one, and no
+sender waits forever.
 
-verl 0.9.1 names them by Ray's job id. That is 01000000 in every cluster of its own, so that of two runs on one machine
-the one that binds second takes the socket of the first: its server would hang, or get the other run's weights. Here the
-id of Ray's node, which is random, is added on both sides; they are on one node.
+verl 0.9.1 names them by Ray's job id. That is 01000000 in every separate cluster, so if two runs share a machine, the
+one that binds second takes the socket of the first: its server would hang, or get the other run's weights. This module
+adds the id of Ray's node, which is random, on both sides; both are on one node.
 """
 
 import functools
@@ -16,11 +16,11 @@ import zmq
 
 from verl_ext.versions import VERL, require_versions
 
-ANSWER_S = 600.0  # loading a bucket takes seconds; before the first one the server must be there
+ANSWER_S = 600.0  # loading a bucket takes seconds; before the first one, the server must have started
 
 
 def name_senders(adapters: ModuleType) -> None:
-    """verl/workers/rollout/vllm_rollout/vllm_rollout.py:141 `ServerAdapter`, of the actor's process."""
+    """Patch `ServerAdapter` in the actor's process (verl/workers/rollout/vllm_rollout/vllm_rollout.py:141)."""
     require_versions(VERL, "verl_ext/rollout/weight_sockets.py")
     adapter = adapters.ServerAdapter
     init = adapter.__init__
@@ -36,7 +36,10 @@ def name_senders(adapters: ModuleType) -> None:
 
 
 def name_receivers(servers: ModuleType) -> None:
-    """verl/workers/rollout/vllm_rollout/vllm_async_server.py:143: processes of the server's engine inherit it."""
+    """Patch `vLLMHttpServer`, whose engine's processes inherit the variable.
+
+    See verl/workers/rollout/vllm_rollout/vllm_async_server.py:143.
+    """
     require_versions(VERL, "verl_ext/rollout/weight_sockets.py")
     server = servers.vLLMHttpServer
     init = server.__init__
@@ -51,8 +54,9 @@ def name_receivers(servers: ModuleType) -> None:
 
 
 def bound_waits(transfers: ModuleType) -> None:
-    """verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:71 `BucketedWeightSender` waits for answers without
-    end. A server whose engine is dead, or could not load the weights, gives none: now the run ends with an error.
+    """Limit how long `BucketedWeightSender` waits (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:71).
+
+    A server whose engine is dead or could not load the weights sends no answer: the run then ends with an error.
     """
     require_versions(VERL, "verl_ext/rollout/weight_sockets.py")
     sender = transfers.BucketedWeightSender
@@ -63,7 +67,7 @@ def bound_waits(transfers: ModuleType) -> None:
         init_socket(self)
         self.socket.setsockopt(zmq.SNDTIMEO, int(1000 * ANSWER_S))  # it waits here until the server is there
         self.socket.setsockopt(zmq.RCVTIMEO, int(1000 * ANSWER_S))
-        self.socket.setsockopt(zmq.LINGER, 0)  # what nobody has taken does not keep the process from ending
+        self.socket.setsockopt(zmq.LINGER, 0)  # unsent messages do not keep the process from ending
 
     @functools.wraps(send_weights)
     async def async_send_weights(self: Any, weights: Any) -> None:

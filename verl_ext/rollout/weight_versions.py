@@ -1,4 +1,4 @@
-"""Which server wrote a turn, and which version of the weights which token of it.
+"""Which server wrote a turn, and which version of the weights wrote each of its tokens.
 
 A version is the training step after which a server was given the weights.
 
@@ -17,9 +17,9 @@ Span = tuple[int, int, int | None]
 
 
 class Attempts(list[tuple[int, int | None]]):
-    """(tokens, version) of each request that is made for one turn; several of one that crossed updates."""
+    """(tokens, version) of each request that is made for one turn; a request that crossed updates has several."""
 
-    server: str | None = None  # address and port of the one that answered last
+    server: str | None = None  # address and port of the server that answered last
 
     def __init__(self, *given: Any):
         super().__init__(*given)
@@ -31,7 +31,7 @@ _attempts: ContextVar[Attempts | None] = ContextVar("attempts", default=None)
 
 @contextmanager
 def noted_attempts() -> Iterator[Attempts]:
-    """The requests that a block makes for one turn."""
+    """Yield the requests that a block makes for one turn."""
     attempts = Attempts()
     token = _attempts.set(attempts)
     try:
@@ -41,19 +41,19 @@ def noted_attempts() -> Iterator[Attempts]:
 
 
 def note_server(server: str) -> None:
-    """Which server the next request of this turn goes to."""
+    """Note which server the next request of this turn goes to."""
     if (attempts := _attempts.get()) is not None:
         attempts.server = server
 
 
 def note_lost(server: str) -> None:
-    """A request of this turn lost its server, and goes on elsewhere."""
+    """Note that a request of this turn lost its server and continues elsewhere."""
     if (attempts := _attempts.get()) is not None:
         attempts.lost.append(server)
 
 
 def spans_of(attempts: Iterable[tuple[int, int | None]], start: int, kept: int) -> list[Span]:
-    """Spans of a turn that begins at `start` and of which the first `kept` tokens stay."""
+    """Return the spans of a turn that begins at `start` and of which the first `kept` tokens stay."""
     spans, end = [], start
     for tokens, version in attempts:
         begin, end = end, min(end + tokens, start + kept)
@@ -63,7 +63,7 @@ def spans_of(attempts: Iterable[tuple[int, int | None]], start: int, kept: int) 
 
 
 def joined(spans: Sequence[Span], more: Sequence[Span]) -> list[Span]:
-    """Both, with neighbours of one version as one span."""
+    """Return both lists as one, with adjacent spans of the same version merged."""
     result = list(spans)
     for begin, end, version in more:
         if result and result[-1][1:] == (begin, version):
@@ -73,16 +73,16 @@ def joined(spans: Sequence[Span], more: Sequence[Span]) -> list[Span]:
 
 
 def oldest(spans: Iterable[Span]) -> int | None:
-    """The oldest version in a response; None if a server told none, or no token was written."""
+    """Return the oldest version in a response; None if a server reported none, or no token was written."""
     versions = [version for *_, version in spans]
     return None if None in versions else min(versions, default=None)
 
 
 def note_attempts(clients: ModuleType) -> None:
-    """verl/workers/rollout/llm_server.py:99 (0.9.1): `LLMServerClient.generate` is one request.
+    """Note each `LLMServerClient.generate`, which is one request (verl/workers/rollout/llm_server.py:99, 0.9.1).
 
-    :225 `FullyAsyncLLMServerClient` merges the requests of a turn that was aborted for new weights, and keeps the
-    versions of the first and the last alone, and no server.
+    `FullyAsyncLLMServerClient` (:225) merges the requests of a turn that was aborted for new weights. It keeps only the
+    versions of the first and the last, and no server.
     """
     require_versions(VERL, "verl_ext/rollout/weight_versions.py")
     acquire, generate = clients.LLMServerClient._acquire_server, clients.LLMServerClient.generate

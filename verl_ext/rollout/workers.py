@@ -1,4 +1,4 @@
-"""verl's agent-loop workers, with less work per rollout. Named by `rollout.agent.agent_loop_manager_class`.
+"""verl's agent-loop workers, with less work per rollout. `rollout.agent.agent_loop_manager_class` names them.
 
 verl 0.9.1 builds the loop of every rollout through `hydra.utils.instantiate`. It asks a load-balancer actor for a
 server before every turn, and sends every rollout to a reward actor, then to the data storage, one at a time. For a
@@ -47,8 +47,8 @@ from verl_ext.settings import FailedSamples
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-# Groups that end within this time are one message to the recorder. They must precede the end of a step that takes them:
-# in the mode `sync` no group runs then, and the last one sends those that wait. In the others it is below a step.
+# Groups that end within this time are one message to the recorder, which must precede the end of the step that takes
+# them. In the mode `sync` no group runs then, and the last one sends those that wait; in the others, steps are longer.
 SEND_AFTER_S = {"sync": 5.0, "colocate_async": 0.25, "separate_async": 0.25}
 
 STATUS_PAUSES_S = (1.0, 5.0, 25.0)  # before each try to store the status of a prompt that could not be stored
@@ -63,14 +63,14 @@ class _RunningGroup:
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
-    records: list[Callable[[], dict[str, Any]]] = field(default_factory=list)  # each makes the columns of one
+    records: list[Callable[[], dict[str, Any]]] = field(default_factory=list)  # each makes one rollout's columns
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """Instantiates agent loops directly, skips the load balancer where it has nothing to balance, scores rollouts
-    itself, and stores a prompt's rollouts together, when the last has ended.
+    """Instantiates agent loops directly, skips the load balancer if it has nothing to balance, scores rollouts itself,
+    and stores a prompt's rollouts together when the last has ended.
 
-    It scores rollouts only if the reward manager has `score_rollout`, as ours has: ours runs verifiers outside of this
+    It scores rollouts only if the reward manager has `score_rollout`. Ours does: it runs verifiers outside this
     process's event loop. Text only: no images, no teacher model.
     """
 
@@ -92,7 +92,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             skip_load_balancer(self.llm_client)
         self._recorder = find() if self.config.retool.recorder.enable else None
-        self._sending_s = 0.0  # CPU time of the newest message to it, which the next one tells
+        self._sending_s = 0.0  # CPU time of the newest message to it, which the next one reports
         self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
         self._under_way: set[_RunningGroup] = set()
         self._unsent: list[tuple[_RunningGroup, dict[str, Any]]] = []
@@ -100,7 +100,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns.
+        """Do as verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns.
 
         Nobody reads what this method raises, and the trainer waits for the status. A status that could not be stored
         is stored as a failure in further tries. If all fail, the process ends, and the run with it.
@@ -137,7 +137,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         trace: bool = False,
         **sample: Any,
     ) -> None:
-        """As verl/experimental/agent_loop/agent_loop.py:660 (0.9.1), which v1 always calls with `trace=False`.
+        """Do as verl/experimental/agent_loop/agent_loop.py:660 (0.9.1), which v1 always calls with `trace=False`.
 
         Raises:
             KeyError: no loop of that name is registered.
@@ -150,7 +150,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             self._add_rows(group, outputs, sample)
             if self._recorder is not None:
                 self._record(group, outputs[-1], trajectories[-1], sample, started)
-        except Exception as error:  # whatever it is: verl gets it, the record says so
+        except Exception as error:  # whatever it is: it is recorded and passed on to verl
             if self._recorder is not None:
                 times = {"started_s": started, "ended_s": time.time()}
                 group.records.append(partial(raised_columns, sample["session_id"], error, **times))
@@ -165,7 +165,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 self._under_way.discard(group)
                 if group.records:
                     self._send(group, sample)
-            if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
+            if group.running == 0 and group.keys:  # even if this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
                 partition = "val" if validate else "train"
                 await tq.async_kv_batch_put(keys=group.keys, fields=rows, tags=group.tags, partition_id=partition)
@@ -173,12 +173,12 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _roll_out(
         self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], validate: bool, sample: dict[str, Any]
     ) -> list[AgentLoopOutput]:
-        """The outputs of one rollout, scored.
+        """Return the outputs of one rollout, scored.
 
-        A validation tries again what infrastructure failed, `retool.validation.retries` times at the most; the last try
-        stands. The loop repeats a call of a tool, this method a verification. Only a rollout that was aborted or raised
-        is sampled anew: drawing responses until one is easy to verify, or needs no sandbox, would bias the figures. In
-        training the sampler replaces whole groups.
+        A validation retries what failed because of the infrastructure, at most `retool.validation.retries` times; the
+        last try stands. The loop repeats a call of a tool, this method a verification. Only a rollout that was aborted
+        or raised is sampled anew: drawing responses until one is easy to verify, or needs no sandbox, would bias the
+        figures. In training the sampler replaces whole groups.
         """
         retries = FailedSamples.from_config(self.config).retries if validate else 0
         extra = {"call_retries": retries} if validate else {}
@@ -226,8 +226,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return agent_loop
 
     def _add_rows(self, group: _RunningGroup, outputs: list[AgentLoopOutput], sample: dict[str, Any]) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
-        their group, and columns of the data set that nothing reads later are left out: the actor would fetch each.
+        """Do as verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), except that the outputs are already scored, the rows
+        wait for their group, and data columns that nothing reads later are left out: the actor would fetch each.
         """
         for i, output in enumerate(outputs):
             if outputs[-1].reward_score is not None:
@@ -266,15 +266,15 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group.records.append(partial(rollout_columns, *said, score=final.reward_score, **times))
 
     def _send(self, group: _RunningGroup, sample: dict[str, Any]) -> None:
-        """To the recorder, together with what ends soon after: a message costs more than a group."""
+        """Send a group to the recorder, together with those that end soon after: a message costs more than a group."""
         self._unsent.append((group, sample))
-        if not any(each.validate == group.validate for each in self._under_way):  # after it step or run may be over
+        if not any(each.validate == group.validate for each in self._under_way):  # then the step or run may be over
             self._send_all()
         elif len(self._unsent) == 1:
             asyncio.get_running_loop().call_later(self._send_after_s, self._send_all)
 
     def _send_all(self) -> None:
-        """Rows are made here, one after the other: between other work a row takes more than twice the time."""
+        """Make the rows here, one after the other: between other work a row takes more than twice the time."""
         ended, self._unsent = self._unsent, []
         began, groups = time.thread_time(), []
         for group, sample in ended:
@@ -289,9 +289,9 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 self._sending_s = time.thread_time() - made
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
-        """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker.
+        """Do as verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker.
 
-        A manager that says not how a rollout ended has it said: validations would count what failed as wrong.
+        If the manager does not say how a rollout ended, it is added: validations would count failed ones as wrong.
         """
         final = outputs[-1]
         if self._score_rollout is None or final.reward_score is not None:
@@ -348,14 +348,14 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
         self.llm_client._release_server(server_id, "agent_loops")
         await server.__ray_call__.remote(_start_agent_loops, server_id, self.config, self.reward_loop_worker_handles)
         generate = SimpleNamespace(remote=lambda batch: server.__ray_call__.remote(_generate_sequences, batch))
-        # What is called of an actor's handle: by verl, and by liveness.py.
+        # The two methods of an actor's handle that verl and liveness.py call.
         self.agent_loop_workers = [SimpleNamespace(generate_sequences=generate, __ray_ready__=server.__ray_ready__)]
 
 
 def _start_agent_loops(
     server: Any, server_id: str, config: DictConfig, reward_loop_worker_handles: list | None
 ) -> None:
-    """In the server's process: an agent-loop worker whose client calls the server directly."""
+    """Start an agent-loop worker in the server's process; its client calls the server directly."""
 
     handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
 
@@ -363,7 +363,7 @@ def _start_agent_loops(
         return server_id, handle
 
     async def start() -> None:
-        # It reads its settings anew for every turn, which is slow from a DictConfig.
+        # The client reads its settings for every turn, which is slow from a DictConfig.
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         is_sync = config.trainer.v1.trainer_mode == "sync"
         client_class = LLMServerClient if is_sync else FullyAsyncLLMServerClient  # as verl's trainers have them
@@ -376,17 +376,17 @@ def _start_agent_loops(
 
 
 def _generate_sequences(server: Any, batch: TensorDict) -> None:
-    """In the server's process: start the rollouts."""
+    """Start the rollouts in the server's process."""
     _run_in_event_loop(server, server.agent_loop_worker.generate_sequences(batch))
 
 
 def _run_in_event_loop(server: Any, coroutine: Coroutine) -> None:
-    """Ray runs `__ray_call__` in a thread beside the loop of the actor, which is that of its HTTP server and engine."""
+    """Run a coroutine in the event loop of the actor's HTTP server and engine: Ray runs `__ray_call__` in a thread."""
     asyncio.run_coroutine_threadsafe(coroutine, server._server_task.get_loop()).result()
 
 
 def number_of_replicas(config: DictConfig) -> int:
-    """vLLM servers of a run: GPUs over GPUs per server. In `separate_async` they have a pool of their own."""
+    """Return the number of vLLM servers: GPUs over GPUs per server, from a separate pool in `separate_async`."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     per_server = (
         rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1) * rollout.data_parallel_size
@@ -398,7 +398,7 @@ def number_of_replicas(config: DictConfig) -> int:
 
 
 def number_of_slots(config: DictConfig) -> int:
-    """Between how many the router of a colocated run chooses: servers, or their data-parallel ranks."""
+    """Return how many targets the router of a colocated run chooses between: servers, or their data-parallel ranks."""
     is_ring = OmegaConf.select(config, "retool.fleet.routing") == "ring"
     return number_of_replicas(config) * (config.actor_rollout_ref.rollout.data_parallel_size if is_ring else 1)
 

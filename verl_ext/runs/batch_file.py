@@ -1,4 +1,4 @@
-"""A batch that a run was trained on, as one file a step: `RUN/recorded_batches/step_<n>.pt`.
+"""Store each batch that a run trained on as one file per step: `RUN/recorded_batches/step_<n>.pt`.
 
 The trainer writes it (trainer/batch_recorder.py), the correction lab reads it (analysis/correction_lab.py). Responses
 are stored one after the other without padding.
@@ -20,21 +20,21 @@ FOLDER = "recorded_batches"
 class RecordedBatch(NamedTuple):
     """Responses of B rows and T tokens, padded with 0 after the end of each; T is the longest one's length.
 
-    Copies that fill a group, and verl's padding, are not in it.
+    Copies that fill a group and verl's padding are not included.
 
     Attributes:
         mask: bool[B, T], tokens that the policy sampled.
-        rollout_log_prob: float[B, T], as the rollout engine noted them.
-        old_log_prob: float[B, T], of the trainer before the first update of the batch.
-        log_prob: float[B, T], of the trainer after the last update of the batch.
+        rollout_log_prob: float[B, T], as recorded by the rollout engine.
+        old_log_prob: float[B, T], by the trainer before the first update of the batch.
+        log_prob: float[B, T], by the trainer after the last update of the batch.
         sum_pi_squared: float[B, T], sum over the vocabulary of squared probabilities, before the first update.
-        scores: float[B], as the reward manager gave them.
+        scores: float[B], from the reward manager.
         acc: float[B], 0 or 1.
         void: bool[B], responses with a turn that has neither code nor an answer.
         calls, failed_calls: int[B], of tools.
         groups: uid of the prompt of each row.
-        versions: oldest and newest version of the weights that wrote each row; None where the server does not say.
-        updates: mini-batches that the run made of the batch.
+        versions: oldest and newest version of the weights that wrote each row; None if the server does not report it.
+        updates: mini-batches that the run split the batch into.
     """
 
     mask: Tensor
@@ -60,10 +60,10 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def write_batch(path: Path, batch: RecordedBatch, lengths: Tensor) -> None:
-    """Writes the file, whole or not at all; it outlives a power loss.
+    """Write the file, completely or not at all; it outlives a power loss.
 
     Args:
-        lengths: int[B], tokens of each response, those of a tool included.
+        lengths: int[B], tokens of each response, including those of tools.
     """
     inside = torch.arange(batch.mask.shape[-1]) < lengths[:, None]
     stored = batch._asdict() | {name: getattr(batch, name)[inside] for name in OF_TOKENS} | {"lengths": lengths}
@@ -76,11 +76,11 @@ def write_batch(path: Path, batch: RecordedBatch, lengths: Tensor) -> None:
 
 
 def read_batch(run: Path, step: int) -> RecordedBatch:
-    """A step's batch.
+    """Return a step's batch.
 
     Raises:
-        FileNotFoundError: it was not recorded; names the steps that were.
-        ValueError: the file is no recorded batch.
+        FileNotFoundError: it was not recorded; the message names the recorded steps.
+        ValueError: the file is not a recorded batch.
     """
     path = path_of(run, step)
     if not path.is_file():

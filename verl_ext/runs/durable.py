@@ -1,7 +1,7 @@
-"""Files and folders that are still there, and the same, after a power loss.
+"""Write files and folders so that they survive a power loss unchanged.
 
-A write, a rename or a new file is in memory only until `fsync`: of the file for its bytes, of the folder for its names.
-What is here waits for the disk; what a checkpoint needs and in which order, checkpoints/folder.py knows.
+A write, a rename or a new file is only in memory until `fsync`, of the file for its bytes and of the folder for its
+names. The functions here wait for the disk; checkpoints/folder.py decides what a checkpoint needs, in which order.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-# What a file system answers that has no fsync for this kind of file, as FUSE and network ones do for folders.
+# Errors of a file system without fsync for this kind of file, as FUSE and network ones give for folders.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR}
-_UNREADABLE = {errno.EACCES, errno.EPERM}  # a folder above the run's that may be passed, but not opened
+_UNREADABLE = {errno.EACCES, errno.EPERM}  # a folder above the run's that may be traversed but not opened
 
 _warned: set[str] = set()  # kinds, once per process
 
@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
     """Wait until a file's bytes, whoever on this machine wrote them, or the names in a folder are on the disk.
 
     Raises:
-        OSError: they cannot be written, for instance EIO or ENOSPC. A file system without fsync is warned of once.
+        OSError: they cannot be written, such as EIO or ENOSPC. A file system without fsync only causes one warning.
     """
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -48,7 +48,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path, is_own: Callable[[str], bool] = lambda name: True) -> None:
-    """Wait for all below a folder: files whose names are this process's own, folders, the folder itself."""
+    """Sync everything below a folder: files whose names are this process's own, folders, and the folder itself."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in filter(is_own, names):
             with contextlib.suppress(FileNotFoundError):  # another rank's temporary file, gone by now
@@ -57,7 +57,7 @@ def sync_tree(folder: Path, is_own: Callable[[str], bool] = lambda name: True) -
 
 
 def make_folder(path: Path) -> None:
-    """As `mkdir -p`; the names that are new are on the disk."""
+    """Make a folder as `mkdir -p` does, and wait until the new names are on the disk."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -65,10 +65,10 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one, whatever happens when, and then the new one.
+    """Write a file atomically: at any time, the old or the new one exists; once this returns, the new one.
 
     Raises:
-        OSError: as on a full disk. The old file stays, and nothing is left of the new one.
+        OSError: such as on a full disk. The old file stays, and nothing is left of the new one.
     """
     part = path.with_name(f"{path.name}.part")
     with _errors_name(part):
@@ -83,10 +83,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short.
+    """Append a line to a file, created if missing. A power loss cuts at most this line short.
 
     Raises:
-        OSError: as on a full disk. The part of the line that was written is taken back, where the disk lets us.
+        OSError: such as on a full disk. A partly written line is removed again if the disk allows it.
     """
     is_new = not path.exists()
     length = 0 if is_new else path.stat().st_size
@@ -105,7 +105,7 @@ def append_line(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """The errors of `write` and `fsync` name no file: "No space left on device" alone does not say on which."""
+    """Add the path to the errors of `write` and `fsync`, which name no file, as in "No space left on device"."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What stands where a file is expected. Whoever opens a FIFO waits until somebody writes to it."""
+"""Recognize what is not a regular file: opening a FIFO, for instance, waits until somebody writes to it."""
 
 import errno
 import stat
@@ -14,11 +14,11 @@ _KINDS = {
 
 
 def no_file(path: Path) -> str | None:
-    """Return what a path is if it is no regular file, such as "a FIFO"; None for a file.
+    """Return the kind of a path that is no regular file, such as "a FIFO"; None for a file.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        OSError: the path cannot be looked at, for instance without the permission.
+        FileNotFoundError: the path does not exist.
+        OSError: the path cannot be examined, for instance for lack of permission.
     """
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))

@@ -1,7 +1,7 @@
-"""What a folder that a user names as a run holds: an RL run, an SFT run, an evaluation, or the quickstart's folder.
+"""Find out what a user's run folder holds: an RL run, an SFT run, an evaluation, or the quickstart's folder.
 
-Every command that takes a run asks here which files of it to read, so that all of them take the same folders. Looks at
-names of files, and at the run's saved configuration; reads no samples, and changes nothing.
+Every command that takes a run asks here which of its files to read, so all commands accept the same folders. This looks
+at file names and at the run's saved configuration; it reads no samples and changes nothing.
 """
 
 import os
@@ -16,7 +16,7 @@ from verl_ext.runs import jsonl
 STAGES = "stages.json"  # the quickstart's journal
 FOLDER = "records"  # of the recorder
 SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluate`
-PARTS = ("sft", "rl")  # kinds of training runs, and their folders in the quickstart's
+PARTS = ("sft", "rl")  # kinds of training runs, and their folders in a quickstart
 LOOKED_FOR = (
     "a training run (metrics-*.jsonl, hydra/config.yaml or global_step_<n>), an evaluation (samples.jsonl, or "
     "<step>.jsonl of trainer.validation_data_dir), or the quickstart's folder above them (stages.json, sft/, rl/)"
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
 
 
 class NoRun(FileNotFoundError):
-    """A folder is no run, or the run lacks what a command needs; the message says what was looked for."""
+    """A folder is no run, or the run lacks files that a command needs; the message says what was looked for."""
 
 
 class RunFolder(NamedTuple):
@@ -35,7 +35,7 @@ class RunFolder(NamedTuple):
 
 
 class RecordFile(NamedTuple):
-    """A file of a step."""
+    """A record file of one step."""
 
     path: Path
     step: int
@@ -47,17 +47,17 @@ def path_of(run: Path, kind: str, step: int, *, validate: bool = False) -> Path:
 
 
 def files_of(run: Path, kind: str = "trajectories") -> list[RecordFile]:
-    """The files of a kind ("*": of all) by step, a step's validation after its training; [] where there are none."""
+    """Return the files of a kind ("*": of all) by step, a step's validation after its training; [] if none exist."""
     named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob(f"{kind}/*.parquet")]
     found = [RecordFile(path, int(match[2]), match[1] == "val") for path, match in named if match]
     return sorted(found, key=lambda file: (file.step, file.validate))
 
 
 def find_run(path: Path) -> RunFolder:
-    """What a folder is.
+    """Return the kind of run that a folder is.
 
     Raises:
-        NoRun: there is no such folder, or it is none of the four; names the runs that are in it, if any.
+        NoRun: the folder does not exist or is none of the four kinds; the message names any runs in it.
     """
     if not path.is_dir():
         raise NoRun(
@@ -74,12 +74,12 @@ def find_run(path: Path) -> RunFolder:
 
 
 def training_folder(path: Path, *kinds: str) -> Path:
-    """The folder of a training run: `path` itself, or, where it is the quickstart's, the first of `kinds` in it.
+    """Return the folder of a training run: `path` itself, or if it is the quickstart's, the first of `kinds` in it.
 
     Args:
         kinds: "rl" or "sft", in order of preference.
     Raises:
-        NoRun: there is none of them.
+        NoRun: none of them exists.
     """
     run = find_run(path)
     if run.kind in kinds:
@@ -94,10 +94,10 @@ def training_folder(path: Path, *kinds: str) -> Path:
 
 
 def metric_files(path: Path, *kinds: str) -> list[Path]:
-    """The files of verl's logger: of a training run, or of the first of `kinds` in the quickstart's folder; or a file.
+    """Return the logger files of a training run or of the first of `kinds` in a quickstart; a file is returned itself.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: no such file exists.
     """
     if path.is_file():
         return [path]
@@ -112,11 +112,11 @@ def metric_files(path: Path, *kinds: str) -> list[Path]:
 
 
 def sample_files(folder: Path) -> list[Path]:
-    """Files of judged samples, each of one evaluation, in their order; [] where there are none.
+    """Return the files of judged samples, one per evaluation, in order; [] if there are none.
 
-    An evaluation has its own samples, a folder of dumps those, a training run its validations, or else the evaluations
-    of its checkpoints: these have other settings than a validation, and the two are not mixed. The quickstart's folder
-    has the evaluations before and after RL, or else what its RL run has, or its SFT run.
+    An evaluation has its own samples, a folder of dumps has the dumps, and a training run its validations, or else the
+    evaluations of its checkpoints; their settings differ from a validation's, so the two are not mixed. The
+    quickstart's folder has the evaluations before and after RL, or else the files of its RL run, or of its SFT run.
     """
     if (folder / SAMPLES).is_file():
         return [folder / SAMPLES]
@@ -131,31 +131,31 @@ def sample_files(folder: Path) -> list[Path]:
 
 
 def step_dumps(folder: Path) -> list[Path]:
-    """verl's dumps `<step>.jsonl` in a folder, by step."""
+    """Return verl's dumps `<step>.jsonl` in a folder, by step."""
     dumps = [path for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
     return sorted(dumps, key=lambda path: int(path.stem))
 
 
 def dumps_of(run: Path, key: str, default: str) -> list[Path]:
-    """The dumps that a training run wrote, by step; empty where it wrote none.
+    """Return the dumps that a training run wrote, by step; empty if it wrote none.
 
     Args:
         key: of `trainer` in its configuration: `validation_data_dir` or `rollout_data_dir`.
-        default: name of the folder where the configuration is not at hand.
+        default: name of the folder if the configuration does not name it.
     """
     named = (_config(run).get("trainer") or {}).get(key)
-    # First below the run's own folder: a run that was copied still names the place where it was made.
+    # First below the run's own folder: the configuration of a copied run names its original place.
     candidates = [run / Path(named or default).name, run / default]
     candidates += [Path(named)] if named and "${" not in named else []
     return next((dumps for folder in candidates if (dumps := step_dumps(folder))), [])
 
 
 def validations_of(run: Path) -> list[Path]:
-    """The files of a training run's validations, by step: its records, else verl's dumps.
+    """Return the files of a training run's validations, by step: its records, else verl's dumps.
 
-    The dumps, too, where some validations are light ones: records do not tell these from whole ones, whose dumps have a
-    folder of their own. And where the recorder has removed the first validations, as it keeps a number of steps and
-    bytes: then only if the dumps go on to the last one.
+    The dumps are also used if some validations are light: records do not tell these from whole ones, whose dumps have a
+    separate folder. And they are used if the recorder, which keeps a limited number of steps and bytes, has removed the
+    first validations and the dumps continue to the last one.
     """
     recorded = [file for file in files_of(run) if file.validate]
     dumps = dumps_of(run, "validation_data_dir", "validation")
@@ -167,30 +167,30 @@ def validations_of(run: Path) -> list[Path]:
 
 
 def rollouts_of(run: Path) -> list[Path]:
-    """verl's dumps of the rollouts that a run was trained on, by step."""
+    """Return verl's dumps of the rollouts that a run trained on, by step."""
     return dumps_of(run, "rollout_data_dir", "rollouts")
 
 
 def old_log_of(folder: Path) -> list[Path]:
-    """Files of the JSON lines that runs wrote before they had records, rotated ones included, the oldest first."""
+    """Return the JSON-lines logs of runs without records, rotated ones included, oldest first."""
     files = [path for path in folder.glob("*.jsonl*") if path.suffix == ".jsonl" or path.suffix[1:].isdecimal()]
     return sorted(files, key=lambda path: path.stat().st_mtime)
 
 
 def evaluations_of(run: Path) -> list[Path]:
-    """The `samples.jsonl` of the evaluations of a training run's checkpoints, by step."""
+    """Return the `samples.jsonl` of each evaluation of a training run's checkpoints, by step."""
     found = [path for path in run.glob(f"evaluation/global_step_*/{SAMPLES}") if step_of(path.parent) is not None]
     return sorted(found, key=lambda path: step_of(path.parent))
 
 
 def step_of(path: str | os.PathLike | None) -> int | None:
-    """The step that the name of a checkpoint's folder says, `global_step_<n>`; None for another name."""
+    """Return the step in the name of a checkpoint's folder, `global_step_<n>`; None for another name."""
     match = _STEP.fullmatch(Path(path or "").name)
     return int(match[1]) if match else None
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart: `rl` and `sft`, or `a/rl` and `b/rl`."""
+    """Return the last parts of the paths, as many as tell them apart: `rl` and `sft`, or `a/rl` and `b/rl`."""
     whole = [path.resolve() for path in paths]
     for length in range(1, max(len(path.parts) for path in whole) + 1):
         names = ["/".join(path.parts[-length:]) for path in whole]
@@ -207,7 +207,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _training_kind(path: Path) -> str | None:
-    """By the saved configuration, else by the layout of a checkpoint, else by what was logged; None: no such run."""
+    """Decide by the saved configuration, else by a checkpoint's layout, else by the logs; None: no training run."""
     metrics = sorted(path.glob("metrics*.jsonl"))
     checkpoints = [folder for folder in path.glob("global_step_*") if step_of(folder) is not None]
     config = _config(path)
@@ -225,12 +225,12 @@ def _logs_sft(metrics: Path) -> bool:
     keys = {"train/loss", "val/loss"}
     try:
         return next(jsonl.read(metrics, lambda row: not keys.isdisjoint(row["data"])), False)
-    except (ValueError, OSError):  # whoever reads the metrics says what is wrong with them
+    except (ValueError, OSError):  # the reader of the metrics reports the error
         return False
 
 
 def _config(run: Path) -> dict:
-    """The saved configuration, as it is written; {} where it is not there."""
+    """Return the saved configuration as written; {} if there is none."""
     file = run / "hydra" / "config.yaml"
     if not file.is_file():
         return {}

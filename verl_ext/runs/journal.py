@@ -1,4 +1,4 @@
-"""What a run learned at its steps, in a file beside the checkpoints that outlives a kill and follows a resume."""
+"""Keep what a run learns at its steps in a file next to the checkpoints that outlives a kill and follows a resume."""
 
 from pathlib import Path
 from typing import Any
@@ -7,20 +7,20 @@ from verl_ext.runs import durable, jsonl
 
 
 class StepJournal:
-    """JSON lines, each with the `step` it belongs to. Written by one process.
+    """JSON lines, each with the `step` it belongs to, written by one process.
 
-    It is independent of the checkpoints: a run that goes on from step 30 forgets what it noted after step 30, whichever
-    checkpoints are kept.
+    The journal is independent of the checkpoints: a run that resumes from step 30 forgets its notes of later steps,
+    whichever checkpoints are kept.
     """
 
     def __init__(self, path: Path):
         self.path = path
 
     def resume(self, step: int) -> list[dict[str, Any]]:
-        """The records of `step` and before. Later ones, and a last line that a kill cut short, are removed.
+        """Return the records up to `step`. Later ones, and a last line that a kill cut short, are removed.
 
         Raises:
-            ValueError: a line is no record.
+            ValueError: a line is not a record.
         """
         if not self.path.exists():
             return []
@@ -31,6 +31,6 @@ class StepJournal:
         return kept
 
     def append(self, step: int, **values: Any) -> None:
-        """Note a step's values; when this returns, they outlive a power loss, as the step's checkpoint does."""
+        """Note a step's values. Once this returns, they outlive a power loss, as the step's checkpoint does."""
         durable.make_folder(self.path.parent)
         durable.append_line(self.path, jsonl.dumps({"step": step} | values))

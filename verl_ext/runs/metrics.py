@@ -1,4 +1,4 @@
-"""What verl's file logger wrote of a run (`metrics-*.jsonl`), and the times that it and the log tell."""
+"""Read what verl's file logger wrote about a run (`metrics-*.jsonl`), and the times in it and in the log."""
 
 import re
 import statistics
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from verl_ext.runs import jsonl
 
-LARGEST = 1e300  # a larger value is left out, as NaN is: a mean of some overflows
+LARGEST = 1e300  # a larger value is left out, as NaN is, because a mean of several overflows
 WARMUP_STEPS = 2  # first steps of every process: cold caches and compilation, left out of the warm step time
 # verl's timers inside `timing_s/step`, in order (verl 0.9.1, trainer/ppo/v1/trainer_base.py:473)
 STEP_PARTS = "gen reward old_log_prob ref values adv update_critic update_actor update_weights save_checkpoint".split()
 
-START_UP_PHASES = {  # of an RL run -> what Ray or verl (0.9.1) logs, with the time of day, when it has ended
+START_UP_PHASES = {  # of an RL run -> the line, with the time of day, that Ray or verl (0.9.1) logs at its end
     "imports, configuration, Ray": "Started a local Ray instance",
     "data set": "Total training steps",
     "actor": "actor and ref model engine initialized",
@@ -25,7 +25,7 @@ TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
 class Start(NamedTuple):
-    """One start of a training run that came as far as a step."""
+    """One start of a training run that reached a step."""
 
     resumed_from: int  # step of the checkpoint; 0 from scratch
     last: int  # step
@@ -36,19 +36,19 @@ class Metrics(NamedTuple):
 
     steps: dict[int, dict[str, float]]
     cold: set[int]
-    starts: tuple[Start, ...] = ()  # in their order
+    starts: tuple[Start, ...] = ()  # in order
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """The steps that have the key, ascending, and its values."""
+        """Return the steps that have the key, ascending, and its values."""
         steps = [step for step in sorted(self.steps) if key in self.steps[step]]
         return steps, [self.steps[step][key] for step in steps]
 
 
 def metric_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of each line of a file of verl's logger.
+    """Return (step, metrics) of each line of a file of verl's logger.
 
     Raises:
-        ValueError: a line is of another form; names it.
+        ValueError: a line has another form; the message names it.
     """
 
     def parse(row: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -61,17 +61,17 @@ def metric_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_metrics(paths: Sequence[Path]) -> Metrics:
-    """Merges the metric files of one run, `{"step": n, "data": {...}}` a line; of a repeated step the last value wins.
+    """Merge the metric files of one run, `{"step": n, "data": {...}}` per line; a repeated step keeps its last value.
 
-    Files are taken in order of the launcher's start by its machine's clock, which is in their names; others before
-    them, by their first step, then by the time they were written. A start that goes on from a checkpoint drops what
-    earlier ones logged of later steps. Values that are no finite numbers, or beyond LARGEST, are left out.
+    Files are sorted by the launcher's start time in their names; files without it come first, by their first step,
+    then by modification time. A start that resumes from a checkpoint drops what earlier ones logged for later steps.
+    Values that are not finite numbers, or are beyond LARGEST, are left out.
 
-    With algorithm.rollout_correction.bypass_mode verl logs no `actor/entropy`: `actor/entropy_loss` stands in, the same
-    mean over tokens, of the update (verl 0.9.1, workers/utils/losses.py:124; needs actor.calculate_entropy).
+    With algorithm.rollout_correction.bypass_mode, verl logs no `actor/entropy`. `actor/entropy_loss` replaces it, the
+    same mean over tokens in the update (verl 0.9.1, workers/utils/losses.py:124; needs actor.calculate_entropy).
 
     Raises:
-        ValueError: a line is of another form; names it.
+        ValueError: a line has another form; the message names it.
     """
     files = []
     for path in paths:
@@ -82,7 +82,7 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     cold: set[int] = set()
     starts: list[tuple[float, Start]] = []
     for launched, _, written, _, rows in sorted(files, key=lambda file: file[:4]):
-        # No validation, which a start may begin with
+        # Not validation, which a start may begin with
         trained = [step for step, data in rows if "timing_s/step" in data or "train/loss" in data]
         if trained:
             starts.append((launched or written, Start(trained[0] - 1, trained[-1])))
@@ -101,9 +101,9 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
 
 
 def step_times(rl: Metrics) -> tuple[list[int], dict[str, list[float]]]:
-    """Seconds of each part of each RL step; `other` is what `timing_s/step` holds beside the named parts.
+    """Return the seconds of each part of each RL step; `other` is the rest of `timing_s/step`.
 
-    Parts below 1% of the whole go into `other`. Validation runs outside `timing_s/step` and is in none.
+    Parts below 1% of the whole are in `other`. Validation runs outside `timing_s/step` and is in no part.
     """
     steps, totals = rl.curve("timing_s/step")
     parts = {part: [rl.steps[step].get(f"timing_s/{part}", 0.0) for step in steps] for part in STEP_PARTS}
@@ -115,7 +115,7 @@ def step_times(rl: Metrics) -> tuple[list[int], dict[str, list[float]]]:
 
 
 def warm_step(rl: Metrics) -> dict[str, Any] | None:
-    """Median seconds of a step and of each part over the warm steps; None when there is none.
+    """Return the median seconds of a step and of each part over the warm steps; None if there is no warm step.
 
     Medians of the parts need not add up to the median of the whole.
     """
@@ -131,9 +131,9 @@ def warm_step(rl: Metrics) -> dict[str, Any] | None:
 
 
 def start_up(rl_folder: Path) -> dict[str, float] | None:
-    """Seconds of each phase from the launcher's start to the end of the first optimizer step, of the latest start.
+    """Return the seconds of each phase of the latest start, from the launcher's start to the end of the first step.
 
-    None if the run left no log, or logged otherwise than verl 0.9.1. The launcher's start is known to the second.
+    None if the run left no log or logged differently from verl 0.9.1. The launcher's start is known to the second.
     """
     log = rl_folder / "log.txt"
     files = sorted(rl_folder.glob("metrics-*.jsonl"))  # metrics-<time of the launcher's start>.jsonl

@@ -1,6 +1,6 @@
-"""Parquet: a file is written whole or not at all, and one that cannot be read is named. Read and written here only.
+"""Read and write Parquet: a file is written completely or not at all, and errors name an unreadable file.
 
-The viewer alone asks DuckDB about files, and the hub's data sets are read by `datasets`.
+All Parquet goes through here, except that the viewer queries files with DuckDB, and `datasets` reads the hub's data.
 """
 
 import itertools
@@ -18,33 +18,33 @@ from verl_ext.runs import files
 Rows = Iterable[Mapping[str, Any]] | pa.Table
 Notes = Mapping[bytes, str] | None
 Check = Callable[[Path, pa.Schema], None]
-PART = ".tmp"  # end of the name of a file that is being written, after its writer's process
-_CHUNK = 256  # rows that are made into a table at once
-_BATCH = 64  # rows that are in memory at once where a file is read row by row
-_GROUP_BYTES = 2**24  # about those of a row group of the file, at the most: who reads takes them one by one
+PART = ".tmp"  # suffix of the name of a file being written, after its writer's pid
+_CHUNK = 256  # rows per table
+_BATCH = 64  # rows in memory at once if a file is read row by row
+_GROUP_BYTES = 2**24  # of a row group at most, approximately: a reader takes row groups one by one
 
 
 class Unreadable(ValueError):
-    """A file is no Parquet, cut short, or of another form than expected; the message names it."""
+    """A file is not Parquet, cut short, or not of the expected form; the message names it."""
 
 
 def _takes_any(path: Path, schema: pa.Schema) -> None:
-    """A file of whatever columns."""
+    """Accept any columns."""
 
 
 def write(path: Path, rows: Rows, schema: pa.Schema | None = None, notes: Notes = None, **options: Any) -> int:
-    """Write a file so that there is all of it or nothing. A column that a row lacks is null.
+    """Write a file completely or not at all. A column that a row lacks is null.
 
     Args:
-        rows: are taken some hundred at a time; tables of them wait until a row group is full.
-        schema: of `rows`, which a table has itself.
-        notes: are kept in the file's metadata.
+        rows: taken a few hundred at a time; tables of them wait until a row group is full.
+        schema: of `rows`; a table has its own.
+        notes: kept in the file's metadata.
         options: of `pyarrow.parquet.ParquetWriter`.
     Returns:
         The number of rows.
     Raises:
         OSError: the disk is full or read-only; nothing is left of the file.
-        pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: a value is of another type than its column.
+        pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: a value does not have its column's type.
     """
     tables = (
         iter([rows if schema is None else rows.cast(schema)]) if isinstance(rows, pa.Table) else _tables(rows, schema)
@@ -73,7 +73,7 @@ def _tables(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> Iterator[pa
 
 
 def _of_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Joined until a row group is full: each has its own pages of every column."""
+    """Join tables until a row group is full, because each row group has its own pages of every column."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
@@ -93,7 +93,7 @@ def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
             check(path, file.schema_arrow)
             yield file
     except (pa.ArrowException, EOFError, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the file system; a damaged footer has none
+        if isinstance(error, OSError) and error.errno is not None:  # the file system's; a damaged footer has no errno
             raise
         raise Unreadable(
             f"{path} cannot be read ({error}). Expected Parquet; the file was cut short or changed after it was "
@@ -102,28 +102,28 @@ def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
 
 
 def read(path: Path, columns: Sequence[str] | None = None, check: Check = _takes_any) -> pa.Table:
-    """The rows of a file.
+    """Return the rows of a file.
 
     Args:
-        columns: all by default; one that the file does not have is left out.
-        check: raises Unreadable for a file of other columns.
+        columns: all by default; a column that the file lacks is left out.
+        check: raises Unreadable for a file with other columns.
     Raises:
-        Unreadable: it is no file, no Parquet, cut short, or refused by `check`.
-        FileNotFoundError: it is gone.
+        Unreadable: it is no regular file, not Parquet, cut short, or refused by `check`.
+        FileNotFoundError: it does not exist.
     """
     with _opened(path, check) as file:
         return file.read(columns=None if columns is None else list(columns))
 
 
 def stream(path: Path, columns: Sequence[str] | None = None, check: Check = _takes_any) -> Iterator[dict[str, Any]]:
-    """As `read`, `_BATCH` rows in memory at a time."""
+    """Yield the rows of a file, with `_BATCH` rows in memory at a time; see `read`."""
     with _opened(path, check) as file:
         for batch in file.iter_batches(_BATCH, columns=None if columns is None else list(columns)):
             yield from batch.to_pylist()
 
 
 def batches(path: Path, columns: Sequence[str], size: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(number of its first row, batch) of some columns, `size` rows at a time at the most. Raises as `read`."""
+    """Yield (number of its first row, batch) of some columns, at most `size` rows at a time. Raises as `read`."""
     with _opened(path, _takes_any) as file:
         start = 0
         for batch in file.iter_batches(size, columns=list(columns)):
@@ -132,13 +132,13 @@ def batches(path: Path, columns: Sequence[str], size: int) -> Iterator[tuple[int
 
 
 def columns_of(path: Path) -> pa.Schema:
-    """Names and types of the columns, by the file's footer. Raises as `read`."""
+    """Return names and types of the columns, by the file's footer. Raises as `read`."""
     with _opened(path, _takes_any) as file:
         return file.schema_arrow
 
 
 def count_rows(path: Path) -> int:
-    """By the file's footer.
+    """Return the number of rows, by the file's footer.
 
     Raises:
         Unreadable, FileNotFoundError: as `read`.

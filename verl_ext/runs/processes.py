@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that they work for."""
+"""End processes that must not outlive the process they work for."""
 
 import multiprocessing
 import os
@@ -6,9 +6,9 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Initializer of a pool: without it, its processes outlive the one that has the pool, if that is killed.
+    """End this process with its parent. Use it as a pool's initializer, or the pool outlives a killed parent.
 
-    They wait for work from a pipe, which each of them also holds open for writing.
+    A pool's processes wait for work from a pipe, which each of them also holds open for writing.
     """
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

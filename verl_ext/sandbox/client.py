@@ -1,6 +1,6 @@
-"""Async client of one or more sandbox servers. Knows HTTP, so that the agent loop and the tools need not.
+"""Async client of one or more sandbox servers. It knows HTTP, so that the agent loop and the tools need not.
 
-aiohttp rather than httpx, whose calls cost many times the CPU when there are many in flight (scripts/bench_sandbox.py).
+It uses aiohttp, because with many calls in flight httpx takes many times the CPU (scripts/bench_sandbox.py).
 """
 
 import asyncio
@@ -21,16 +21,16 @@ import aiohttp
 from verl_ext.sandbox.recovery import Recovery
 from verl_ext.sandbox.result import RunResult
 
-# In the header `Server` of our server's answers: what goes beyond SandboxFusion's contract, only ours can do.
+# In the header `Server` of our server's answers: only our server can do what goes beyond SandboxFusion's contract.
 SERVER_NAME = "verl-retool-sandbox"
-# Beyond queueing and running, before an attempt counts as lost. Above the server's own grace (pool.ANSWER_GRACE_S),
-# so that it is the server that reports a lost program.
+# Time beyond queueing and running before an attempt counts as lost. It exceeds the server's own grace
+# (pool.ANSWER_GRACE_S), so that it is the server that reports a lost program.
 ANSWER_GRACE_S = 8.0
 MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0
 CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"  # harms nothing, and shows whether a sandbox works
 CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
-MIN_LOSSES = 2  # of a program, after which a server that works is not to blame
+MIN_LOSSES = 2  # losses of a program after which a server that works is not to blame
 
 
 class SandboxClient:
@@ -39,17 +39,17 @@ class SandboxClient:
     Args:
         urls: base URLs such as "http://127.0.0.1:8080"; each call goes to the one with the fewest calls in flight,
             and after a failure to another. One that refuses calls rests for as long as a call pauses; one that does
-            not answer, for as long as a program may run, too.
+            not answer rests longer, by the time that the program may run.
         max_concurrency: calls in flight from this client, to all servers together; further ones wait.
         max_attempts: requests per call; only infrastructure failures are tried again (connection, 408, 429, 5xx,
-            SandboxError, an answer that cannot be read). Where servers have answered before, a call whose attempts are
-            spent waits until one of them runs a control program, and has as many again: a server that is started again
-            costs no call. Not so in a session, whose state is gone.
+            SandboxError, an answer that cannot be read). If servers have answered before, a call whose attempts are
+            used up waits until one of them runs a control program, and then has as many again: restarting a server
+            costs no call. This does not hold in a session, because its state is gone.
         backoff_s: pause before the second attempt; doubles each time, with jitter, up to 10 s.
-        queue_timeout_s: what a call may take on top of the program's own time limit, for waiting and trying again.
+        queue_timeout_s: time that a call may take beyond the program's own limit, to wait and to try again.
         token: sent as `Authorization: Bearer`; default: $SANDBOX_TOKEN, if set.
         acquire: awaited before every request of a call, such as `RateLimit.acquire`; waiting there counts as queueing.
-            Control programs pass both limits by.
+            Control programs bypass both limits.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class SandboxClient:
             echo_last_expression: print what a last bare expression gives, as a Python prompt does.
             session_id: unique name, such as a UUID, of a session whose earlier calls `code` is to see. The session is
                 on one server, and a call that may have run is not sent again. Such a call is a `sandbox_failure` and
-                the end of the session; so is a call of a session that the server no longer has.
+                ends the session; the same holds for a call of a session that the server no longer has.
         Raises:
-            ValueError: a server rejects the request as such (HTTP 4xx: a wrong URL or argument), or it is not ours, and
-                so cannot echo or keep sessions.
+            ValueError: a server rejects the request itself (HTTP 4xx: a wrong URL or argument), or it is not our
+                server, and so cannot echo or keep sessions.
         """
         deadline = time.monotonic() + timeout_s + self._queue_timeout_s
         body: dict[str, Any] = {
@@ -129,12 +129,12 @@ class SandboxClient:
             return _failure(f"an earlier call of the session still runs after {self._queue_timeout_s:g} s")
 
     async def _run(self, body: dict[str, Any], deadline: float, session: "_Session | None") -> RunResult:
-        """All attempts of one call; `deadline` is by time.monotonic()."""
+        """Make all attempts of one call; `deadline` is by time.monotonic()."""
         timeout_s, failure = body["run_timeout"], _InfrastructureFailure("no attempt was made")
-        failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
+        failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
         losses: Counter[int] = Counter()  # server -> times that it lost the program since it last refused it
         server = attempts = tries = 0  # tries: since a server was away
-        is_suspect = False  # the next loss decides: the servers that are well now may just be back
+        is_suspect = False  # the next loss decides, because the servers that are well may only just be back
         while True:
             pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
             has_time = not attempts or time.monotonic() + pause_s + timeout_s < deadline
@@ -191,7 +191,7 @@ class SandboxClient:
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
 
     async def _lost_while_sound(self, losses: Mapping[int, int], deadline: float) -> int:
-        """Losses on servers that run the control program now; none is asked where there are too few altogether."""
+        """Count losses on servers that run the control program; ask no server if there are too few losses in all."""
         servers = [server for server, number in losses.items() if number and sum(losses.values()) >= MIN_LOSSES]
         sound = await asyncio.gather(*(self._is_sound(server, deadline) for server in servers))
         return sum(losses[server] for server, is_sound in zip(servers, sound, strict=True) if is_sound)
@@ -205,7 +205,7 @@ class SandboxClient:
         return any(sound)
 
     async def _is_sound(self, server: int, deadline: float) -> bool:
-        """Whether a server runs the control program, within CONTROL_TIMEOUT_S and before `deadline`."""
+        """Return whether a server runs the control program, within CONTROL_TIMEOUT_S and before `deadline`."""
         body = {"code": CONTROL_PROGRAM, "language": "python", "run_timeout": CONTROL_TIMEOUT_S, "memory_limit_MB": -1}
         deadline = min(deadline, time.monotonic() + CONTROL_TIMEOUT_S)
         try:
@@ -215,7 +215,7 @@ class SandboxClient:
         return result.stdout == CONTROL_OUTPUT
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Have the server end a session, which it would do after a while by itself; quiet if that fails."""
+        """Have the server end a session, which it would do by itself after a while; ignores a failure."""
         session = self._sessions.pop(session_id, None)
         if session is None or session.server is None:
             return
@@ -234,9 +234,9 @@ class SandboxClient:
         attempt: int,
         session: "_Session | None",
     ) -> RunResult:
-        """One request to one server; raises _InfrastructureFailure when that is worth another attempt."""
+        """Send one request to one server; raises _InfrastructureFailure for a failure worth another attempt."""
         url = f"{self._urls[server]}/run_code"
-        # An equal share of the waiting time that is left for this attempt and each possible later one.
+        # The remaining waiting time is shared equally between this attempt and each possible later one.
         spare_s = deadline - time.monotonic() - body["run_timeout"]
         queue_s = max(spare_s / (max(self._max_attempts - attempt, 0) + 1), 0.01)
         timeout_s = min(queue_s + body["run_timeout"] + ANSWER_GRACE_S, deadline - time.monotonic())
@@ -285,10 +285,10 @@ class SandboxClient:
         return min(self._backoff_s * 2 ** (failures - 1), MAX_BACKOFF_S)
 
     def _least_busy(self, failed: set[int]) -> int:
-        """A server with the fewest calls in flight, at random among equals; one that failed, or rests, only if all do.
+        """Return a server with the fewest calls in flight, at random among equals; failed or resting ones come last.
 
-        A dead server fails fast: by calls in flight alone, it would get most of them. Where all that are awake have
-        failed a call, one that refuses none gets it again.
+        A dead server fails fast, so by calls in flight only it would get most of them. If all servers that do not rest
+        have failed a call, one that has refused none gets it again.
         """
         servers = set(range(len(self._urls)))
         awake = {server for server in servers if self._rests_until[server] <= time.monotonic()}
@@ -298,7 +298,7 @@ class SandboxClient:
         return random.choice([server for server in candidates if self._in_flight[server] == fewest])
 
     def _open_http(self) -> aiohttp.ClientSession:
-        """Created on the first call, since it belongs to the event loop that is running then."""
+        """Return the HTTP session, made on the first call because it belongs to the event loop that runs then."""
         if self._http is None:
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
         return self._http
@@ -312,13 +312,13 @@ class SandboxClient:
 
 @dataclass
 class _Session:
-    server: int | None = None  # which one has it
-    calls: int = 0  # answered
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call after the other, so that they can be counted
+    server: int | None = None  # the one that has it
+    calls: int = 0  # answered ones
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls run one at a time, so that they can be counted
 
 
 class _InfrastructureFailure(Exception):
-    """Of the sandbox or the way to it. `retry_after_s`: the server asked to wait; `blameless`: no program did it."""
+    """A failure of the sandbox or the way to it. `retry_after_s`: the server's wish; `blameless`: no program did it."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, blameless: bool = False):
         super().__init__(message)
@@ -335,10 +335,10 @@ def _failure(message: str, attempts: int = 0) -> RunResult:
 
 
 def authorization(token: str | None = None) -> dict[str, str]:
-    """The header with a token, by default $SANDBOX_TOKEN; none without a token.
+    """Return the header with a token, by default $SANDBOX_TOKEN; no header without a token.
 
     Raises:
-        ValueError: no header can carry it. The message does not quote it.
+        ValueError: no header can carry the token. The message does not quote it.
     """
     token = (token or os.environ.get("SANDBOX_TOKEN", "")).strip()  # as the server does
     if not token.isprintable():
@@ -352,14 +352,14 @@ def _is_http_url(url: str) -> bool:
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
     value = headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0  # its other form, a date, is not used by sandboxes
+    return float(value) if value.isdecimal() else 0.0  # sandboxes do not use its other form, a date
 
 
 def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[RunResult, dict[str, Any] | None]:
-    """SandboxFusion's answer as a RunResult, and our server's `session`.
+    """Return SandboxFusion's answer as a RunResult, and our server's `session`.
 
     Raises:
-        _InfrastructureFailure: it is a SandboxError, or no such answer.
+        _InfrastructureFailure: it is a SandboxError, or not such an answer.
     """
     try:
         answer = json.loads(content)

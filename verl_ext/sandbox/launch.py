@@ -28,7 +28,7 @@ def running_server(
     Args:
         workers: programs that run at once.
         port: 0 picks a free one.
-        options: further ones of the server's command line, such as ("--isolation", "full").
+        options: further command-line options of the server, such as ("--isolation", "full").
     Raises:
         SandboxNotReady: see there.
     """
@@ -49,7 +49,7 @@ def running_server(
 
 
 def _wait_until_ready(server: subprocess.Popen, timeout_s: float) -> str:
-    """The URL from the server's one line on stdout."""
+    """Wait for the server's line on stdout, and return the URL in it."""
     started = time.monotonic()
     if not select.select([server.stdout], [], [], timeout_s)[0]:
         raise SandboxNotReady(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")

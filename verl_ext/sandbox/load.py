@@ -15,7 +15,7 @@ LOAD_CODE = "import sympy\nprint(sympy.factor(sympy.Symbol('x')**2 - 1))\nprint(
 
 @dataclass(frozen=True)
 class Load:
-    """What a load test saw; latencies in seconds."""
+    """The result of a load test; latencies in seconds."""
 
     seconds: float
     latencies: list[float]  # one per answer
@@ -45,11 +45,11 @@ async def load(
     memory_limit_mb: int = 1024,
     latencies: list[float] | None = None,
 ) -> Load:
-    """Have `clients` send programs one after the other for a while: no answer may be lost, doubled or another's.
+    """Have `clients` each send one program after another: no answer may be lost, doubled or another program's.
 
     Args:
         code: prints `{nonce}` last, a number that no other program has.
-        latencies: takes each answer's, for who watches.
+        latencies: a list that receives each answer's latency, for a caller that watches it.
     """
     latencies = [] if latencies is None else latencies
     faults: list[str] = []

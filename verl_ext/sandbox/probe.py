@@ -1,6 +1,6 @@
-"""Whether a server executes a program, and what isolates it. A server that only listens may answer nothing.
+"""Check whether a server executes a program, and what isolates it. A server that only listens may answer nothing.
 
-For who looks once before a run: blocking, and without aiohttp.
+This is for one check before a run: it blocks, and needs no aiohttp.
 """
 
 import json
@@ -10,12 +10,12 @@ import urllib.request
 from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM, authorization
 
 PING_S = 10.0
-# By no proxy of the environment, as the client of a run: sandboxes are on this machine, or in its network.
+# No proxy of the environment, as in a run's client: sandboxes are on this machine or in its network.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Busy(Exception):
-    """The server is well, and has no worker free; the message names it."""
+    """The server is well, but has no free worker; the message names it."""
 
 
 class NotWell(Exception):
@@ -32,7 +32,7 @@ def probe(url: str) -> list[str] | None:
     Args:
         url: its base, without a slash at the end.
     Returns:
-        The layers of isolation in force; None where it does not say, as another server than ours.
+        The layers of isolation in force; None if the server does not say, because it is not ours.
     Raises:
         Busy, NotWell: see there.
     """
@@ -54,7 +54,7 @@ def probe(url: str) -> list[str] | None:
 
 
 def _layers(url: str) -> list[str] | None:
-    """As the server's ping tells them; None where it is not well, or another server than ours."""
+    """Return the layers that the server's ping reports; None if the server is not well, or not ours."""
     try:
         return json.loads(_request(f"{url}/v1/ping")).get("layers")
     except (OSError, ValueError, AttributeError):

@@ -23,13 +23,13 @@ class Schedule:
         self._next_s = 0.0  # when the next request would go if there were no bursts
 
     def reserve(self, now_s: float | None = None) -> float:
-        """Seconds from now (default: this process's clock) until one more request may go."""
+        """Return the seconds from now (default: this process's clock) until one more request may go."""
         now_s = time.monotonic() if now_s is None else now_s
         self._next_s = max(self._next_s, now_s) + self._interval_s
         return max(self._next_s - self._burst * self._interval_s - now_s, 0.0)
 
     def give_back(self) -> None:
-        """One request that was to wait does not go: without this, those that gave up would keep out all later ones."""
+        """Take back the reservation of a request that does not go; otherwise it would delay all later ones."""
         self._next_s -= self._interval_s
 
 
@@ -41,15 +41,15 @@ class RateLimit:
     """
 
     def __init__(self, per_s: float) -> None:
-        import ray  # the sandbox by itself has none
+        import ray  # here, because the sandbox installed by itself does not have it
 
-        # num_cpus=0: it only adds numbers, and must not wait for a CPU that the trainer has taken
+        # num_cpus=0: it only adds numbers, and must not wait for a CPU that the trainer holds
         options = {"name": ACTOR_NAME, "get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
         self._schedule = ray.remote(Schedule).options(**options).remote(per_s, burst=max(int(per_s), 1))
 
     async def acquire(self) -> None:
         """Return when a request may go."""
-        reservation = self._schedule.reserve.remote()  # is made also if nobody waits for it any more
+        reservation = self._schedule.reserve.remote()  # made even if nobody waits for it any more
         try:
             await asyncio.sleep(await reservation)
         except asyncio.CancelledError:

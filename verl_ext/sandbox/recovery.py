@@ -1,4 +1,4 @@
-"""Waits until something that is away is back, for all who need it together."""
+"""Wait until something that is away is back, with one check for all who need it."""
 
 import asyncio
 import logging
@@ -13,10 +13,10 @@ EVERY_S = 1.0
 
 
 class Recovery:
-    """One look every EVERY_S while anybody waits, however many do.
+    """Checks once every EVERY_S while anybody waits, however many do.
 
     Args:
-        is_back: looks once.
+        is_back: checks once.
     """
 
     def __init__(self, is_back: Callable[[], Awaitable[bool]]):
@@ -25,7 +25,7 @@ class Recovery:
         self._waiting = 0
 
     async def wait(self, deadline: float) -> bool:
-        """Whether it is back by then (time.monotonic)."""
+        """Wait, and return whether it is back by `deadline` (time.monotonic)."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
         watch = self._watch
@@ -36,7 +36,7 @@ class Recovery:
         finally:
             self._waiting -= 1
             if not self._waiting:
-                self._watch.cancel()  # not `watch`: that may have ended, and another begun, whose waiters are gone, too
+                self._watch.cancel()  # not `watch`: it may have ended, and another begun whose waiters are also gone
                 self._watch = None
 
     async def _look(self) -> bool:

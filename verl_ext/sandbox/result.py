@@ -1,4 +1,4 @@
-"""What became of one program, and what of it a model is told."""
+"""The outcome of one program, and what the model sees of it."""
 
 import signal
 from dataclasses import dataclass
@@ -7,28 +7,28 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RunResult:
-    """What became of one program.
+    """The outcome of one program.
 
     `ok`: it ended with exit code 0. `code_error`: it ended with another. `timeout`: it was killed at its time limit;
     stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame, and
-    `message` says what happened. A program that every attempt lost, at least two, while its server runs a control
-    program well, is a `code_error` (-9): what a program does to itself must not excuse it.
+    `message` says what happened. If every attempt, at least two, loses the program while its server runs a control
+    program well, the status is `code_error` (-9): what a program does to itself must not excuse it.
     """
 
     status: Literal["ok", "code_error", "timeout", "sandbox_failure"]
     stdout: str
     stderr: str
     return_code: int | None  # -N after signal N; None after a timeout or a sandbox failure
-    queue_s: float  # waited for a free slot of this client and for a worker of the server, in the last attempt
-    run_s: float  # the program ran
+    queue_s: float  # wait for a free slot of this client and for a worker of the server, in the last attempt
+    run_s: float  # time that the program ran
     attempts: int  # requests sent
     message: str  # empty unless sandbox_failure
     session_ended: bool = False  # the program died, or was killed: the next call of its session begins a new one
 
     def error_text(self, timeout_s: float) -> str:
-        """`stderr`, and how the program ended if it did not say so itself; for the model.
+        """Return `stderr`, and how the program ended if it did not say so itself; for the model.
 
-        An exit code of 1 is not told beside a text on stderr, which Python writes for each exception.
+        An exit code of 1 is omitted if stderr has text, because Python writes one for each exception.
 
         Args:
             timeout_s: the time limit that the program had.

@@ -11,11 +11,11 @@ SETTINGS = ("urls", "max_concurrency", "queue_timeout_s", "max_calls_per_s")
 
 
 def shared_client(settings: Mapping[str, Any]) -> SandboxClient:
-    """The process's client for `retool.sandbox` of a run, or for the `config` of a tool.
+    """Return the process's client for `retool.sandbox` of a run, or for the `config` of a tool.
 
     Args:
         settings: `urls`; optional `max_concurrency` (calls in flight per process), `queue_timeout_s`,
-            `max_calls_per_s` (of all processes of the Ray cluster together). Other keys are not the client's.
+            `max_calls_per_s` (of all processes of the Ray cluster together). Other keys are ignored.
     """
     chosen = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
     return _client(tuple(chosen.pop("urls")), tuple(sorted(chosen.items())))

@@ -1,9 +1,9 @@
-"""What can be set under `retool` of a run's YAML (`data.retool` of SFT), how a run is composed, and where things are.
+"""What can be set under `retool` of a run's YAML (`data.retool` of SFT), how a run is composed, and where files are.
 
-One dataclass a section: the schema of the YAMLs in configs/, of the doctor, and of every start of a run. A field
+There is one dataclass per section: the schema for the YAMLs in configs/, the doctor, and every start of a run. A field
 without a default must be in the YAML. `checks.py` says what is wrong with a section.
 In: YAMLs and overrides. Out: a run's config, a section's values, or an error that names every wrong key.
-Nothing is imported here but the standard library: the sandbox and the doctor's quick part pay for no more.
+This module imports only the standard library: the sandbox and the doctor's quick part pay for nothing more.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ _verl = importlib.util.find_spec("verl")
 VERL = Path(_verl.submodule_search_locations[0]) if _verl else Path("/verl is not installed")
 
 
-# Sections; to make one whose values are out of range raises ValueError -----------------------------------------------
+# Sections; making one with values out of range raises ValueError -----------------------------------------------------
 
 MAX_CODE_S = 86400  # of one program; as MAX_TIMEOUT_S of sandbox/server/api.py, whose module imports the server
 PROTOCOLS = ("code", "hermes")
@@ -31,7 +31,7 @@ PROTOCOLS = ("code", "hermes")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Which checkpoints stay; verl_ext/checkpoints/folder.py."""
+    """Which checkpoints are kept; verl_ext/checkpoints/folder.py."""
 
     keep_last: int | None = key(None, within="[1, inf)", about="a number of checkpoints; null keeps all")
     best_metric: str | None = None
@@ -67,7 +67,7 @@ class AdaptiveN(Option):
     Attributes:
         phases: [[first step, responses per prompt], ...]; the first one begins at 0.
         easy_above: a problem whose last `easy_visits` pass rates were all above this is easy,
-        easy_visits: groups of the same problem, one after the other,
+        easy_visits: consecutive groups of the same problem,
         easy_n: and gets this many responses, or the phase's number if that is less.
         hard_below: a problem whose last pass rate was below this is hard,
         hard_n: and gets this many responses, or the phase's number if that is more.
@@ -94,8 +94,8 @@ class FailedSamples:
 
     Attributes:
         max_failed_share: of the samples of a data source. A validation that lost more, of any of its sources, is void.
-        retries: how often what failed of a sample is tried again, at the most: a call of a tool, a verification, or
-            the whole rollout where it was aborted or raised.
+        retries: at most how often the failed part of a sample is retried: a call of a tool, a verification, or the
+            whole rollout if it was aborted or raised.
     """
 
     max_failed_share: float = 0.25
@@ -107,7 +107,7 @@ class FailedSamples:
 
     @classmethod
     def from_config(cls, config: "DictConfig") -> "FailedSamples":
-        """From a run's config; what it does not set has its default. Raises as `check`."""
+        """Read a run's config; what it does not set has its default. Raises as `check`."""
         return read_settings(config, "validation", cls)
 
 
@@ -123,7 +123,7 @@ class ValidationSchedule(Option):
 
 @dataclass(frozen=True)
 class LightValidation(Option):
-    """Validations on a part; verl_ext/trainer/validation.py.
+    """Validations on a part of the problems; verl_ext/trainer/validation.py.
 
     Attributes:
         problems: of the validation set, evenly spaced, the same ones every time.
@@ -145,11 +145,11 @@ class EarlyStop(Option):
     """When a run ends before its last step; verl_ext/trainer/early_stop.py.
 
     Attributes:
-        metric: name of a validation metric of which more is better; None takes the mean of `val-core/*/acc/mean@*`
-            over the data sources, of full validations.
+        metric: name of a validation metric for which higher is better; None takes the mean of
+            `val-core/*/acc/mean@*` over the data sources, in full validations.
         patience: validations in a row without progress that end the run.
         min_delta: progress is a value that exceeds the best one at the last progress by at least this.
-        max_drop: a value that is more than this below the best one ends the run at once; None: never.
+        max_drop: a value more than this below the best one ends the run at once; None: never.
     """
 
     metric: str | None
@@ -167,14 +167,14 @@ class HealthSettings(Option):
     """When a server counts as dead, and what becomes of its requests; verl_ext/fleet/health.py.
 
     Attributes:
-        every_s: seconds from a heartbeat of a server to its next.
-        suspect_s: one that is silent for longer gets no new requests until it answers.
-        dead_s: one that is silent for longer is dead. So it is at once where its process is gone.
-        update_s: in place of `dead_s` while weights change.
-        start_s: in place of `dead_s` so long after its start, and after its first weights.
-        attempts: requests of a turn that may be lost with their servers, until the rollout counts as failed.
-        wait_s: how long a request waits for a server where there is none.
-        max_replacements: servers that are started in place of dead ones in a run, the starts that fail included.
+        every_s: seconds from one heartbeat of a server to the next.
+        suspect_s: a server that is silent for longer gets no new requests until it answers.
+        dead_s: a server that is silent for longer is dead. It is dead at once if its process is gone.
+        update_s: replaces `dead_s` while weights change.
+        start_s: replaces `dead_s` for this long after a server's start, and after its first weights.
+        attempts: requests of a turn that may be lost with their servers before the rollout counts as failed.
+        wait_s: how long a request waits for a server if there is none.
+        max_replacements: servers that a run may start in place of dead ones, including starts that fail.
     """
 
     every_s: float = key(within="(0, 60]", about="a number of seconds")  # of 120 s without a round: fleet/transfer.py
@@ -209,7 +209,7 @@ class RecordBatches(Option):
 
 @dataclass(frozen=True, kw_only=True)
 class Retool:
-    """`retool` of an RL run; what each key does stands beside it in configs/shared/retool.yaml and every_run.yaml."""
+    """`retool` of an RL run; configs/shared/retool.yaml and every_run.yaml say next to each key what it does."""
 
     checkpoints: CheckpointSettings = CheckpointSettings()
     protocol: str = key(among=PROTOCOLS)
@@ -252,12 +252,12 @@ class SftData:
 def compose_run(
     name: str, overrides: Sequence[str] = (), *, folder: Path = CONFIGS, beside: Sequence[Path] = ()
 ) -> "DictConfig":
-    """What Hydra makes of a run's YAML. Old names of files that moved are replaced.
+    """Compose a run's YAML with Hydra. Old names of files that moved are replaced.
 
-    `objective=NAME` comes after all of the run's own values, as the launchers have it.
+    `objective=NAME` comes after all of the run's own values, as in the launchers.
 
     Args:
-        beside: further folders of YAMLs, where the run's is not in configs/.
+        beside: further folders of YAMLs, if the run's is not in configs/.
     Raises:
         hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: there is no such YAML, or an override does
             not fit.
@@ -275,5 +275,5 @@ def compose_run(
 
 
 def search_path(*beside: Path) -> str:
-    """Hydra's override that names where further YAMLs are; verl's, which verl's own main brings along, among them."""
+    """Return Hydra's override with the folders of further YAMLs, and verl's, which verl's own main would add."""
     return f"hydra.searchpath=[{','.join(f'file://{each}' for each in (*beside, VERL / 'trainer' / 'config'))}]"

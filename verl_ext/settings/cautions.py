@@ -1,4 +1,4 @@
-"""Settings with which a run works, but hardly as meant: the doctor warns of them, and so does the start of a run."""
+"""Settings with which a run works, but probably not as intended: the doctor and the start of a run warn of them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,10 +10,10 @@ _OF_ONE_RESPONSE = ("gae", "reinforce_plus_plus", "remax")  # advantages that co
 
 
 def cautions(get: Callable[..., Any]) -> Iterator[str]:
-    """`what is wrong -> what to do`, each, of an RL run.
+    """Yield `what is wrong -> what to do` for each caution of an RL run.
 
     Args:
-        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+        get: (dotted key, default) -> value of the run, the default if it is absent or null.
     """
     yield from _equal_groups(get)
     yield from _cut_distribution(get)

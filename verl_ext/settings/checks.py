@@ -1,4 +1,4 @@
-"""What may stand in a section of a run's YAML: the interval of a number, the names of a text, keys that must be there.
+"""What a section of a run's YAML may contain: the interval of a number, the names of a text, the required keys.
 
 A section is a dataclass whose fields are made by `key`. `problems` says what is wrong with one, `check` raises it.
 """
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def key(default: Any = MISSING, *, within: str = "", about: str = "", among: Collection[str] = ()) -> Any:
-    """A field of a section.
+    """Make a field of a section.
 
     Args:
         within: the interval of a number, `(0, 1]`.
@@ -29,7 +29,7 @@ def key(default: Any = MISSING, *, within: str = "", about: str = "", among: Col
 
 
 class Option:
-    """A section that has one key more, `enable`, and does nothing unless that is true."""
+    """A section with one more key, `enable`, which does nothing unless that is true."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Problem:
     """What is wrong with a key of a section."""
 
     key: str  # dotted
-    kind: str  # unknown, missing, name (a text that is none of the names), value
+    kind: str  # unknown, missing, name (a text that is not one of the names), value
     message: str
     known: tuple[str, ...] = ()  # keys or names that were expected
 
@@ -52,18 +52,18 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _kinds(schema: type, name: str) -> tuple[type, ...]:
-    """`(int, NoneType)` of a field `int | None`."""
+    """Return `(int, NoneType)` for a field `int | None`."""
     hint = _hints(schema)[name]
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def _below(schema: type, name: str) -> type | None:
-    """The dataclass of a field that is a section."""
+    """Return the dataclass of a field that is a section."""
     return next((kind for kind in _kinds(schema, name) if is_dataclass(kind)), None)
 
 
 def known_keys(schema: type, name: str) -> Iterator[str]:
-    """Dotted keys of a section that is called `name`, all the way down."""
+    """Yield the dotted keys of a section that is called `name`, at all levels."""
     if issubclass(schema, Option):
         yield f"{name}.enable"
     for each in fields(schema):
@@ -72,11 +72,12 @@ def known_keys(schema: type, name: str) -> Iterator[str]:
 
 
 def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
-    """What is wrong with a section of a config: keys, names and numbers.
+    """Yield what is wrong with a section of a config: keys, names and numbers.
 
-    An option that is off may lack keys and have any values; its keys must be right, as a misspelt one may be `enable`.
+    An option that is off may lack keys and have any values; its keys must be right, because a misspelt one may be
+    `enable`.
 
-    `section` is of plain containers; a reference that is not resolved yet, `${...}`, may stand for any value.
+    `section` consists of plain containers; a reference that is not resolved yet, `${...}`, may stand for any value.
     """
     if not isinstance(section, Mapping):
         yield Problem(name, "value", f"{name} is {section!r}, but it is a section")
@@ -102,7 +103,7 @@ def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
     if is_on and not wrong and hasattr(schema, "__post_init__"):
         try:
             schema(**{each: value for each, value in section.items() if each in of})
-        except (ValueError, TypeError) as error:  # TypeError: phases that are no list of lists
+        except (ValueError, TypeError) as error:  # TypeError: phases are not a list of lists
             yield Problem(name, "value", str(error).rstrip("."))
 
 
@@ -111,7 +112,7 @@ def _missing(path: str) -> Problem:
 
 
 def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem]:
-    """One problem, or none."""
+    """Return a list of one problem, or an empty one."""
     kinds, within, among = _kinds(schema, of.name), of.metadata.get("within"), of.metadata.get("among")
     kind = kinds[0]
     if (value is None and types.NoneType in kinds) or (isinstance(value, str) and value.startswith("${")):
@@ -127,13 +128,13 @@ def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem
 
 
 def is_in(number: float, interval: str) -> bool:
-    """Whether a number is in an interval such as `(0, 1]`."""
+    """Tell whether a number is in an interval such as `(0, 1]`."""
     low, high = map(float, interval[1:-1].split(","))
     return low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
 
 
 def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "retool") -> None:
-    """Raise for what `problems` finds in a section; called where a run starts.
+    """Raise an error for whatever `problems` finds in a section; called when a run starts.
 
     Raises:
         ValueError: names every key that is wrong.
@@ -146,7 +147,7 @@ def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "
 
 
 def read_settings(config: "DictConfig", name: str, settings_class: type[T]) -> T | None:
-    """Settings of `retool.<name>` of a run; None where it is an option that is off or not there. Raises as `check`."""
+    """Return the settings `retool.<name>` of a run; None for an option that is off or absent. Raises as `check`."""
     from omegaconf import OmegaConf
 
     found = OmegaConf.select(config, f"retool.{name}")
@@ -173,5 +174,5 @@ def check_phases(name: str, phases: Sequence[Sequence[int]], *, lowest: int) -> 
 
 
 def in_phase(phases: Sequence[Sequence[int]], step: int) -> Any:
-    """The value of the last phase that has begun at `step`."""
+    """Return the value of the last phase that has begun at `step`."""
     return next(value for start, value in reversed(phases) if start <= step)

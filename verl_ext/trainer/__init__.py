@@ -2,13 +2,13 @@
 
 `sampler.py` takes batches by `group_rules.py` from `queue.py`, and logs `step_counts.py`; `exclusions.py` watches what
 they leave out.
-`run_trainer.py`, with `run_updates.py` and `run_validation.py`, calls the options, each in a file of its own:
+`run_trainer.py`, with `run_updates.py` and `run_validation.py`, calls the options, each in a separate file:
 `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`, `batch_recorder.py`, `repeatable.py`.
-`run_records.py` and, in the actor's processes, `token_notes.py` tell the recorder (verl_ext/records).
+`run_records.py` and, in the actor's processes, `token_notes.py` report to the recorder (verl_ext/records).
 `objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
-`skipped_updates.py` ends a run all of whose updates verl skips. `rollout_weights.py` mends a metric of verl's weights
+`skipped_updates.py` ends a run all of whose updates verl skips. `rollout_weights.py` fixes a metric of verl's weights
 against the rollout engine.
-`lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for;
+`lr_schedule.py` and `wsd_engine.py` add a learning-rate schedule, `limits.py` sets what ranks and servers wait for;
 `prompt_limits.py` refuses prompts that verl would cut.
 `shared_prompt.py` with `linear_log_probs.py`, and `gradient_accumulation.py` make an update of the actor cheaper.
 In: rollouts in verl's queue, `retool.*`, `trainer.v1.sampler.*`, `optim.*`. Out: batches, metrics, a run's journals.
@@ -22,8 +22,8 @@ from verl_ext.versions import VERL, require_versions
 def extend_trainers(v1: ModuleType) -> None:
     """Put our subclass of every trainer in verl's registry, under the trainer's own name.
 
-    `verl.trainer.ppo.v1.register_trainer` takes new names only, and verl takes a trainer of a new name for an
-    asynchronous one (trainer_base.py:153, 731, 902, 912, 1004, 1499 in 0.9.1): hence the entries are replaced.
+    `verl.trainer.ppo.v1.register_trainer` accepts only new names, and verl takes a trainer with a new name for an
+    asynchronous one (trainer_base.py:153, 731, 902, 912, 1004, 1499 in 0.9.1), so the entries are replaced.
 
     Args:
         v1: the imported package `verl.trainer.ppo.v1`.

@@ -1,8 +1,8 @@
-"""How many responses a prompt gets, by the phase of training and by how often its problem was solved so far.
+"""How many responses a prompt gets, by the phase of training and by how often its problem has been solved so far.
 
 The rule and its numbers are those that the write-up of the published run recommends ("Intelligent Dynamic Sampling
-Strategy", bojieli/ai-agent-book@99cee91, chapter7/retool/README.md). That text reports no run with them, and neither do
-we.
+Strategy", bojieli/ai-agent-book@99cee91, chapter7/retool/README.md). Neither that text nor this project reports a run
+with them.
 """
 
 import math
@@ -14,25 +14,25 @@ from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import AdaptiveN
 from verl_ext.settings.checks import in_phase
 
-PASS_RATE_COLUMN = "pass_rate"  # of a data file (scripts/filter_by_pass_rate.py); null where it is not known
+PASS_RATE_COLUMN = "pass_rate"  # of a data file (scripts/filter_by_pass_rate.py); null if it is unknown
 
 
 def difficulty(rates: Sequence[float], settings: AdaptiveN) -> str:
-    """ "easy", "hard" or "" from a problem's pass rates, oldest first, as the settings define them."""
+    """Return "easy", "hard" or "" for a problem's pass rates, oldest first, as the settings define them."""
     if len(rates) >= settings.easy_visits and min(rates[-settings.easy_visits :]) > settings.easy_above:
         return "easy"
     return "hard" if rates and rates[-1] < settings.hard_below else ""
 
 
 def number_of_responses(step: int, rates: Sequence[float], settings: AdaptiveN) -> int:
-    """Responses of one prompt at a training step (from 1)."""
+    """Return the number of responses of one prompt at a training step (from 1)."""
     n = in_phase(settings.phases, step)
     bounds = {"easy": min(n, settings.easy_n), "hard": max(n, settings.hard_n)}
     return bounds.get(difficulty(rates, settings), n)
 
 
 class AdaptiveSampling:
-    """Decides for each prompt that is submitted, and learns from each group that ends.
+    """Decides on each prompt that is submitted, and learns from each group that ends.
 
     A problem that this run has not seen yet is judged by the pass rate in its data row, if there is one, as if it had
     been measured `easy_visits` times.
@@ -55,13 +55,13 @@ class AdaptiveSampling:
     def assign(
         self, step: int, uids: Sequence[str], problems: Sequence[str], known_rates: Sequence[float | None]
     ) -> list[int]:
-        """Responses for each prompt.
+        """Return the number of responses for each prompt.
 
         Args:
-            step: of training, from 1.
+            step: training step, from 1.
             uids: one per group.
             problems: the problem of each (records/problem.py).
-            known_rates: pass rate of each from its data row; None or NaN where it has none.
+            known_rates: pass rate of each from its data row; None or NaN if it has none.
         """
         numbers = []
         for uid, problem, known in zip(uids, problems, known_rates, strict=True):
@@ -73,15 +73,15 @@ class AdaptiveSampling:
         return numbers
 
     def observe(self, uid: str, accs: Sequence[float]) -> None:
-        """A group ended; `accs` is the correctness of its responses without an infrastructure failure."""
-        problem = self._problems.pop(uid, None)  # None: of a run that noted no prompts in flight
+        """Note that a group ended; `accs`: correctness of its responses without an infrastructure failure."""
+        problem = self._problems.pop(uid, None)  # None: the run noted no prompts in flight
         if problem is not None and len(accs) > 0:
             rate = round(float(np.mean(accs)), 4)
             self._remember(problem, rate)
             self._observed.append((problem, rate))
 
     def end_step(self, step: int) -> dict[str, float]:
-        """Write what was learned; returns metrics of the prompts that were submitted since the last call, if any."""
+        """Write what was learned; return metrics of the prompts submitted since the last call, if any."""
         self._journal.append(step, rates=self._observed, in_flight=self._problems)
         given, self._given, self._observed = self._given, [], []
         if not given:

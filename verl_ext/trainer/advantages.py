@@ -1,4 +1,4 @@
-"""Where verl meets the advantages of verl_ext/objectives: estimators, groups that were filled, and units of the mean.
+"""The advantages of verl_ext/objectives in verl: estimators, groups that were filled, and units of the mean.
 
 Functions that verl 0.9.1's v1 trainers call are replaced in trainer/ppo/v1/trainer_base.py.
 """
@@ -23,13 +23,13 @@ from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
 from verl_ext.trainer.queue import real_keys
 from verl_ext.versions import VERL, require_versions
 
-ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
+ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator besides verl's; the doctor reads them here
 OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
 # Those whose advantages stay the same if a number is added to all rewards of a group.
 OF_DIFFERENCES = (
     "grpo", "grpo_vectorized", "grpo_passk", "opo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline",
 )  # fmt: skip
-WITHOUT_GROUPS = ("reinforce_plus_plus", "remax")  # whose baseline, if any, is not of a group
+WITHOUT_GROUPS = ("reinforce_plus_plus", "remax")  # their baseline, if any, is not that of a group
 
 Noted = list[tuple[Sequence[str], Tensor, Tensor]]  # of batches: keys, advantages (float[B, T]), response mask
 _noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
@@ -69,7 +69,7 @@ def replace_in(trainer_base: ModuleType) -> None:
 
 @contextmanager
 def noted() -> Iterator[Noted]:
-    """Yields a list of what `group_advantages` computes in the block. To fetch it from verl's queue costs CPU time."""
+    """Yield a list that `group_advantages` fills in the block: fetching the same from verl's queue costs CPU time."""
     token = _noted.set(notes := [])
     try:
         yield notes
@@ -78,7 +78,7 @@ def noted() -> Iterator[Noted]:
 
 
 def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, **settings: Any) -> Any:
-    """Advantages of a batch. A block of `noted` around the call gets the same."""
+    """Return the advantages of a batch, and pass them to the block of `noted` around the call, if any."""
     data = _group_advantages(verls, data, batch_keys, adv_estimator, settings)
     if (notes := _noted.get()) is not None:
         notes.append((batch_keys, data.batch["advantages"], data.batch["response_mask"]))
@@ -86,25 +86,26 @@ def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estim
 
 
 def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, settings: dict) -> Any:
-    """Only the last output of a session enters a baseline, for every estimator of groups; `gae` stays verl's.
+    """Let only the last output of a session enter a baseline, for every group estimator; `gae` stays verl's.
 
-    verl does so for `grpo` alone (trainer/ppo/v1/utils.py:167): a copy that fills a group (`DapoReplayBuffer`) is a
-    further output of its session. Its advantages are those of that session. A group of one gets 0, where verl's
-    estimators give it its score.
+    verl does so only for `grpo` (trainer/ppo/v1/utils.py:167). A copy that fills a group (`DapoReplayBuffer`) is an
+    additional output of its session, and its advantages are those of that session. A group of one gets 0, whereas
+    verl's estimators give it its score.
 
     Estimators of `OF_DIFFERENCES` get the rewards of a group less its first one. The difference of two close numbers is
-    exact, but their mean is rounded: verl divides what rounding leaves of eight times -.9 by what it leaves of their
-    deviation, and gives .056 to each. So equal rewards give exactly 0, and close ones give what their formula says.
+    exact, but their mean is rounded: for eight rewards of -.9, verl divides the rounding error of the differences by
+    that of their deviation, and gives .056 to each. So equal rewards give exactly 0, and close ones give what their
+    formula says.
 
-    A score that verl notes at the last token of a tool (`retool.run_last_code`) counts at the policy's last one: verl's
-    estimators of tokens (`gae`, `reinforce_plus_plus`, `remax`) would lose it.
+    A score that verl notes at the last token of a tool (`retool.run_last_code`) counts at the policy's last token:
+    verl's token-level estimators (`gae`, `reinforce_plus_plus`, `remax`) would lose it.
 
     Args:
-        verls: verl's function, which has `grpo` and, as it has no groups, `gae`.
-        data: verl's DataProto, one row a response.
+        verls: verl's function, which has `grpo` and, because it has no groups, `gae`.
+        data: verl's DataProto, one row per response.
         batch_keys: `{uid}_{session}_{index}` of each row.
     Raises:
-        ValueError: the reward manager's score of a response is no finite number; verl's own workers do not check it.
+        ValueError: the reward manager's score of a response is not finite; verl's own workers do not check it.
     """
     if "token_level_scores" in data.batch:
         scores = data.batch["token_level_scores"].sum(-1)
@@ -130,7 +131,7 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
     else:
         data = _of_last_outputs(data, batch_keys, sessions, adv_estimator, settings)
     data.batch["token_level_rewards"] = rewards
-    is_gpg = adv_estimator == "gpg"  # which counts rewards of 0, and so cannot take differences
+    is_gpg = adv_estimator == "gpg"  # it counts rewards of 0, so it cannot take differences
     without = {group for group, own in members.items() if len(own) == 1 or (is_gpg and len({*own.values()}) == 1)}
     if without and adv_estimator not in WITHOUT_GROUPS:
         data.batch["advantages"][torch.tensor([group in without for group in groups])] = 0
@@ -138,7 +139,7 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
 
 
 def _differences(rewards: Tensor, groups: Sequence[str]) -> Tensor:
-    """float[B, T]: reward of each response less that of its group's first, at the first token: only sums are read."""
+    """Return float[B, T], each response's reward less its group's first, at the first token: only sums are read."""
     first: dict[str, int] = {}  # group -> its first row
     sums = rewards.sum(-1).to(torch.promote_types(rewards.dtype, torch.float32))  # bf16 would round their differences
     result = sums.new_zeros(rewards.shape)
@@ -174,9 +175,9 @@ def _index(key: str) -> int:
 
 
 def _estimate(verls: Any, data: Any, estimator: str, settings: dict) -> Any:
-    if estimator not in ("tir_otb", "tir_optimal_token_baseline"):  # one formula, of which ours bears equal rewards
+    if estimator not in ("tir_otb", "tir_optimal_token_baseline"):  # one formula; ours handles equal rewards
         return verls(data, adv_estimator=estimator, **settings)
-    batch = data.batch  # verl passes `sum_pi_squared` to estimators of its own names alone (ray_trainer.py:265)
+    batch = data.batch  # verl passes `sum_pi_squared` only to estimators with its own names (ray_trainer.py:265)
     needed = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared")
     batch["advantages"], batch["returns"] = _tir_otb(
         **{name: batch[name] for name in needed},
@@ -187,7 +188,7 @@ def _estimate(verls: Any, data: Any, estimator: str, settings: dict) -> Any:
 
 
 def keep_sum_pi_squared(batch: KVBatchMeta) -> None:
-    """Put what the pass for old log-probs found under `sum_pi_squared`, of prompts too, in the form of responses."""
+    """Reduce `sum_pi_squared`, which the pass for old log-probs also computes for prompts, to the responses."""
     from verl.workers.utils.padding import response_from_nested
 
     fields = ["sum_pi_squared", "response_mask"]
@@ -204,9 +205,8 @@ def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
 def scale(batch: KVBatchMeta, *, mode: str, unit: str, updates: int, without: Sequence[bool]) -> dict[str, float]:
     """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true.
 
-    verl fills a batch up, so that ranks and updates get equally many rows, and counts these rows in a mean over
-    responses: there advantages are multiplied by rows per response, too. verl's own terms, entropy and KL, keep its
-    count.
+    verl pads a batch, so that ranks and updates get equally many rows, and counts these rows in a mean over responses:
+    there advantages are also multiplied by rows per response. verl's own terms, entropy and KL, keep its count.
 
     Args:
         mode: `actor.loss_agg_mode`.

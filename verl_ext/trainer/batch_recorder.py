@@ -1,7 +1,7 @@
-"""Saves the batch of a step for the correction lab: `retool.record_batches` (verl_ext/analysis/correction_lab.py).
+"""Save the batch of a step for the correction lab: `retool.record_batches` (verl_ext/analysis/correction_lab.py).
 
-Log-probs of the trainer are taken once before the first update and once after the last one, by passes of their own:
-with `bypass_mode` a run has none of these, and verl's losses return none. Nothing that trains is changed.
+The trainer's log-probs are computed in separate passes, before the first update and after the last one: a run with
+`bypass_mode` has none of these, and verl's losses return none. Training does not change.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from verl_ext.trainer.queue import real_keys
 class BatchRecorder:
     """Records the batch of every `settings.every`-th step into the run's folder.
 
-    In the mode `separate_async`, a step of which takes `parameter_sync_step` batches, the first one of them.
+    In the mode `separate_async`, whose steps take `parameter_sync_step` batches each, it records the first of them.
 
     Raises:
         ValueError: the rollout engine notes no log-probs, or fused kernels keep the sum of squared probabilities.
@@ -41,11 +41,11 @@ class BatchRecorder:
         self._temperature = rollout.temperature
 
     def is_due(self, step: int, number: int) -> bool:
-        """Whether a step's batch is recorded. `number`: of the batch within the step, from 0."""
+        """Tell whether a step's batch is recorded. `number`: of the batch within the step, from 0."""
         return step % self._every == 0 and number == 0
 
     def log_probs(self, workers: Any, batch: KVBatchMeta) -> dict[str, Sequence[Tensor]]:
-        """Log-probs of the trainer as it is now, and sums of squared probabilities: float[tokens] of each response."""
+        """Return the trainer's current log-probs and sums of squared probabilities, float[tokens] per response."""
         before = dict(batch.extra_info)
         batch.extra_info |= {
             "calculate_entropy": False,
@@ -70,7 +70,7 @@ class BatchRecorder:
         after: dict[str, Sequence[Tensor]],
         updates: int,
     ) -> None:
-        """Writes what `log_probs` found before the first and after the last update, and the rest of the batch."""
+        """Write what `log_probs` returned before the first and after the last update, and the rest of the batch."""
         keys = real_keys(batch)
         fields = ["response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)

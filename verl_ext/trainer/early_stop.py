@@ -1,4 +1,4 @@
-"""Watches a validation metric, and says when a run should end: no more progress, or a collapse."""
+"""Watch a validation metric, and say when a run should end: no more progress, or a collapse."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _MEAN_ACC = re.compile(r"val-core/.+/acc/mean@\d+")
 
 
 def reason_to_stop(values: Sequence[float], settings: EarlyStop) -> str | None:
-    """Why a run with these validation values, oldest first, should end; None while it should go on."""
+    """Return why a run with these validation values, oldest first, should end; None while it should continue."""
     if not values:
         return None
     best, without_progress = values[0], 0
@@ -31,10 +31,10 @@ def reason_to_stop(values: Sequence[float], settings: EarlyStop) -> str | None:
 
 
 def watched_value(metrics: Mapping[str, float], settings: EarlyStop, *, light: bool) -> float | None:
-    """The value that counts in one validation's metrics; None if the metric is of the other kind, light or full.
+    """Return the watched value in a validation's metrics; None if the metric is of the other kind, light or full.
 
     Raises:
-        ValueError: the metric is not there, or not a finite number.
+        ValueError: the metric is missing, or not a finite number.
     """
     wanted = settings.metric or "val-core/*/acc/mean@*"
     if light != wanted.startswith("val-light"):
@@ -63,7 +63,7 @@ class EarlyStopWatch:
         self._values = {record["step"]: record["value"] for record in self._journal.resume(step)}
 
     def observe(self, step: int, metrics: Mapping[str, float], *, light: bool) -> dict[str, float]:
-        """Note a validation; returns metrics of the watch, none if the validation is not of the watched kind."""
+        """Note a validation; return metrics of the watch, none if the validation is not of the watched kind."""
         value = watched_value(metrics, self.settings, light=light)
         if value is None:
             return {}

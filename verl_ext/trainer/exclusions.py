@@ -1,8 +1,8 @@
-"""Training rollouts that are excluded, for reasons of outcome.EXCLUSIONS: how many, and an alarm when they rise.
+"""Training rollouts that are excluded for reasons in outcome.EXCLUSIONS: their number, and an alarm when it rises.
 
-The sampler (sampler.py) keeps such rollouts out of training, `failed_samples.py` out of a validation's figures. A
-policy that learns to provoke a cause would buy itself out of being judged: `ExclusionWatch` shows every cause's share
-of the rollouts, and warns.
+The sampler (sampler.py) keeps these rollouts out of training, `failed_samples.py` out of a validation's figures. A
+policy that learns to provoke an exclusion could escape being judged: `ExclusionWatch` shows every cause's share of the
+rollouts, and warns.
 """
 
 import logging
@@ -17,9 +17,9 @@ from verl_ext.runs.journal import StepJournal
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-ALARM_LEVEL = 0.05  # share of a step's rollouts; a cause above it is an alarm, the option void_turn aside
-ALARM_FLOOR = 0.01  # below it a rise is no alarm
-ALARM_SIGMAS = 4.0  # a rise is a step's share so many standard deviations above the run's, of binomial draws
+ALARM_LEVEL = 0.05  # share of a step's rollouts; a cause above it raises an alarm, except the option void_turn
+ALARM_FLOOR = 0.01  # a rise below it raises no alarm
+ALARM_SIGMAS = 4.0  # a rise: a step's share is this many binomial standard deviations above the run's
 
 
 class NothingStored(RuntimeError):
@@ -45,7 +45,7 @@ class Ended:
         return self
 
     def out_of(self, cause: str) -> int:
-        """A rollout that raised takes its whole group along, so that the share of the groups is that of rollouts."""
+        """Return what a cause's count is out of: groups for "raised", because such a rollout loses its group."""
         return self.groups if cause == RolloutEnd.RAISED else self.rollouts
 
     def share(self, cause: str) -> float:
@@ -53,11 +53,11 @@ class Ended:
 
 
 def is_alarm(cause: str, step: Ended, before: Ended) -> bool:
-    """Whether a cause's share of a step is too high, by itself or against the steps before.
+    """Tell whether a cause's share of a step is too high, by itself or compared with the steps before.
 
-    The share of the run so far is (excluded + 1) / (rollouts + 2), so that a run without exclusions has one as well.
+    The share of the run so far is (excluded + 1) / (rollouts + 2), so that a run without exclusions also has one.
     512 rollouts after 5,000 without exclusion: p = 1/5002, 4 standard deviations are 0.25%, and ALARM_FLOOR decides.
-    512 after 5,000 with 50: p = 51/5002 = 1.02%, one standard deviation 0.44%, and more than 2.80% is a rise.
+    512 after 5,000 with 50: p = 51/5002 = 1.02%, one standard deviation is 0.44%, and more than 2.80% is a rise.
     """
     number, share = step.out_of(cause), step.share(cause)
     if not step.excluded[cause]:
@@ -87,7 +87,7 @@ class ExclusionWatch:
 
         Returns:
             `failure/share_CAUSE` of the step, `failure/run_share_CAUSE` of the run up to here, and `failure/alarm`, the
-            number of causes that were warned of. Nothing where nothing ended.
+            number of causes that were warned of. Nothing if nothing ended.
         """
         if not ended.groups:
             return {}
@@ -112,20 +112,22 @@ class ExclusionWatch:
 
 
 def describe(causes: Counter) -> str:
-    """ "sandbox_failure 12, raised 3": the most frequent first."""
+    """Return "sandbox_failure 12, raised 3", with the most frequent first."""
     return ", ".join(f"{cause} {number}" for cause, number in causes.most_common() if number)
 
 
 def stop_if_most_failed(failed: int, seen: Ended, limit: float, step: int) -> None:
-    """Args:
-        failed: groups, of those in `seen`.
+    """Raise if more groups failed than a step allows.
+
+    Args:
+        failed: number of groups, out of those in `seen`.
         limit: the most that may fail before a batch is full.
     Raises:
         RuntimeError: more failed, as when the sandbox is down.
     """
     if failed > limit:
         each = max(1, seen.rollouts // max(1, seen.groups - seen.excluded[RolloutEnd.RAISED]))  # rollouts of a group
-        unit = {RolloutEnd.RAISED: each}  # of which groups are counted
+        unit = {RolloutEnd.RAISED: each}  # its count is of groups
         remedy = REMEDIES[max(seen.excluded, key=lambda cause: seen.excluded[cause] * unit.get(cause, 1))]
         raise RuntimeError(
             f"{failed} of {seen.groups} prompt groups of step {step} failed for reasons outside the model "

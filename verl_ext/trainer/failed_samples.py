@@ -1,7 +1,7 @@
-"""A validation without the samples that infrastructure failed: which samples these are, and the figures of the others.
+"""A validation without the samples that infrastructure failed: which samples failed, and the figures of the others.
 
 verl 0.9.1 counts a sample that the sandbox failed with the `acc` that the reward manager had to give it, and a sample
-that raised as wrong. Here are pure functions on the columns that verl gives to `_val_metrics_update`
+that raised as wrong. These are pure functions of the columns that verl passes to `_val_metrics_update`
 (trainer_base.py:1274).
 """
 
@@ -27,7 +27,7 @@ class Failed:
     """What became of the samples of a validation.
 
     Attributes:
-        causes: of each stored sample, an infrastructure failure, or None where it was judged.
+        causes: of each stored sample, an infrastructure failure, or None if it was judged.
         asked: (data source, uid) -> samples that the validation asked for.
         by_source: data source -> number of failed samples by cause, RAISED included.
     """
@@ -45,11 +45,11 @@ class Failed:
 
     @property
     def worst(self) -> str:
-        """The data source that lost most."""
+        """Return the data source that lost the largest share."""
         return max(self.by_source, key=self.share)
 
     def metrics(self, *, is_void: bool) -> dict[str, float]:
-        """Shares of all samples, by cause and together, and whether the validation is void."""
+        """Return shares of all samples, by cause and in all, and whether the validation is void."""
         num_asked, total = sum(self.asked.values()), self.total
         shares = {f"{GROUP}/{cause}": total[cause] / num_asked for cause in CAUSES}
         return shares | {f"{GROUP}/share": total.total() / num_asked, f"{GROUP}/void": float(is_void)}
@@ -61,12 +61,12 @@ def find_failed(
     infos: Mapping[str, Sequence[Any]],
     expected: Mapping[tuple[str, str], int] | None,
 ) -> Failed:
-    """Which samples of a validation failed, and how many were asked for.
+    """Find which samples of a validation failed, and how many were requested.
 
     Args:
         data_sources, uids: of each stored sample.
         infos: name -> values, one per stored sample, of `reward_extra_info`.
-        expected: (data source, uid) -> samples asked for; None where all were stored.
+        expected: (data source, uid) -> samples requested; None if all were stored.
     """
     causes = [infrastructure_failure({name: values[i] for name, values in infos.items()}) for i in range(len(uids))]
     stored = Counter((str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True))
@@ -83,14 +83,14 @@ def find_failed(
 def judged_figures(
     data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]], failed: Failed
 ) -> dict[str, float]:
-    """verl's `val-core/*` and `val-aux/*` over the samples that were judged.
+    """Compute verl's `val-core/*` and `val-aux/*` over the samples that were judged.
 
     As `process_validation_metrics` (verl/trainer/ppo/metric_utils.py:896) and the names of trainer_base.py:1288, with
-    which a test compares it. In `maj` equal answers vote together (reward/votes.py); verl counts each spelling as an
-    answer of its own. The N of a name stays the number of samples that was asked for, also where fewer were
-    judged: verl would take what is there, so that one validation had mean@30 over some problems and mean@29 over
-    others. The mean of fewer samples estimates the same; `best`, `worst` and `maj` draw N with replacement either way.
-    A problem without any judged sample is in no figure.
+    which a test compares it. In `maj` equal answers vote together (reward/votes.py); verl counts each spelling as a
+    separate answer. The N of a name stays the number of samples that was requested, even if fewer were judged: verl
+    would use the number it has, so that one validation had mean@30 over some problems and mean@29 over others. The
+    mean of fewer samples estimates the same; `best`, `worst` and `maj` draw N with replacement either way. A problem
+    without any judged sample is in no figure.
     """
     columns = dict(infos)
     if "acc" in columns:
@@ -120,14 +120,14 @@ def judged_figures(
 
 
 def _votes(columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> list[Any]:
-    """What each sample votes for, as verl counts: one without an answer votes for "", one without `pred` is None."""
+    """Return what each sample votes for, as verl counts: "" if it has no answer, None if it has no `pred`."""
     of_sample = [[columns[name][i] if name in columns else None for name in _OF_VOTE] for i in indices]
     return [None if pred is None else vote(pred, normalised or "", acc) or "" for pred, normalised, acc in of_sample]
 
 
 def _problem_figures(values: Sequence[float], votes: Sequence[Hashable] | None, n: int) -> dict[str, float]:
-    """Of one variable and one problem of which `n` samples were asked for. The resamples are those of verl's
-    `bootstrap_metric`, all at once: its loop takes 5 ms of every 1,000, and a validation has thousands of these.
+    """Compute the figures of one variable and one problem of which `n` samples were requested. The resamples are those
+    of verl's `bootstrap_metric`, all at once: its loop takes 5 ms per 1,000, and a validation has thousands of these.
     """
     figures = {f"mean@{n}": float(np.mean(values))}
     if n > 1:
@@ -146,14 +146,14 @@ def _problem_figures(values: Sequence[float], votes: Sequence[Hashable] | None, 
 
 @lru_cache(maxsize=256)
 def _draws(samples: int, size: int) -> np.ndarray:
-    """int[1000, size]: samples of each resample of verl's `bootstrap_metric` (verl/trainer/ppo/metric_utils.py:840)."""
+    """Return int[1000, size], the resamples of verl's `bootstrap_metric` (verl/trainer/ppo/metric_utils.py:840)."""
     return np.random.RandomState(42).choice(samples, size=(1000, size), replace=True)
 
 
-@lru_cache(maxsize=16)  # all variables of a problem ask
+@lru_cache(maxsize=16)  # all variables of a problem call it
 def _majority(votes: tuple[Hashable, ...], size: int) -> np.ndarray:
-    """int[1000, 1]: place in each resample of the first sample that votes as most do; of equally many the first, too,
-    as `calc_maj_val` (metric_utils.py:860) has it."""
+    """Return int[1000, 1], the place in each resample of the first sample of the majority; a tie also goes to the first
+    one, as in `calc_maj_val` (metric_utils.py:860)."""
     number = {vote: i for i, vote in enumerate(dict.fromkeys(votes))}
     ballots = np.array([number[vote] for vote in votes])[_draws(len(votes), size)]
     return (ballots[:, :, None] == ballots[:, None, :]).sum(2).argmax(1)[:, None]

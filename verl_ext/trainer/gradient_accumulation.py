@@ -1,4 +1,4 @@
-"""Gathered weights that stay between the micro-batches of an update, where a run says that memory allows it."""
+"""Gathered weights that stay between the micro-batches of an update, if a run says that memory allows it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ def keep_weights(engines: ModuleType) -> None:
     """verl/workers/engine/fsdp/transformer_impl.py:693 `_gradient_sync_context` (0.9.1): FSDP2 gathers weights once.
 
     With `fsdp_config: {reshard_after_forward: false, use_no_sync_for_gradient_accumulation: true}` all weights are
-    there at the end of a forward pass, and gradients wait for the last micro-batch. FSDP2 gives the weights back in
-    each backward pass nevertheless, and each forward pass gathers them again; here, the last backward pass gives them
-    back. Other runs are as before.
+    present at the end of a forward pass, and gradients wait for the last micro-batch. FSDP2 nevertheless frees the
+    weights in each backward pass, and each forward pass gathers them again; here, only the last backward pass frees
+    them. Other runs do not change.
     """
     require_versions(VERL, "verl_ext/trainer/gradient_accumulation.py")
     engine = engines.FSDPEngine

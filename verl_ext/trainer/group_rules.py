@@ -1,5 +1,5 @@
-"""Which rollouts of a group are excluded, have a void turn, are too old, or are left out where twice as many were
-generated. The sampler asks (sampler.py).
+"""Which rollouts of a group are excluded, have a void turn, are too old, or are left out if twice as many were
+generated. The sampler (sampler.py) calls these rules.
 """
 
 import random
@@ -25,24 +25,24 @@ TOO_OLD = "a token of weights that are older than max_staleness allows"
 
 @dataclass
 class EndedGroup:
-    """The rollouts of one prompt, all ended. `end` is OPEN where the group is useful and waits for a batch."""
+    """The rollouts of one prompt, all ended. `end` is OPEN while the group is useful and waits for a batch."""
 
     end: PromptEnd
     valid: dict[str, Any]  # key -> value of the filter's metric; None without a filter
     excluded: dict[str, str]  # key -> why
-    void: list[str]  # valid ones with a void turn, where `void_turn_filter` is `loss`
-    dropped: list[str]  # that resampling leaves out
+    void: list[str]  # keys of valid ones with a void turn, if `void_turn_filter` is `loss`
+    dropped: list[str]  # keys of those that resampling leaves out
     oldest: dict[str, int | None]  # key -> oldest version of the weights in it
 
     def is_lost(self) -> bool:
-        """Whether too few rollouts are left to fill the group with copies of them (the rule of GLM-5)."""
+        """Tell whether too few rollouts are left to fill the group with copies of them (the rule of GLM-5)."""
         return len(self.valid) <= len(self.excluded)
 
     def are_equal(self) -> bool:
         return None not in self.valid.values() and len(set(self.valid.values())) == 1
 
     def judge(self, lost: PromptEnd) -> PromptEnd:
-        """What becomes of it; `lost` where too few rollouts are left."""
+        """Return what becomes of the group; `lost` if too few rollouts are left."""
         if self.is_lost():
             return lost
         if self.are_equal():
@@ -51,10 +51,10 @@ class EndedGroup:
         return PromptEnd.VOID if none_trains else PromptEnd.OPEN
 
     def drop_older_than(self, version: int) -> int:
-        """Exclude rollouts with a token of older weights; returns their number.
+        """Exclude rollouts with a token of older weights, and return their number.
 
         Raises:
-            ValueError: the server told no version.
+            ValueError: the server reported no version.
         """
         unknown = [key for key in self.valid if self.oldest[key] is None]
         if unknown:
@@ -70,7 +70,7 @@ class EndedGroup:
         return len(stale)
 
     def fates(self) -> Counter[str]:
-        """`outcome.RolloutFate`, with why -> rollouts, once `end` is decided."""
+        """Return `outcome.RolloutFate`, with its reason -> number of rollouts, once `end` is decided."""
         return Counter(self._fate(key) for key in (*self.valid, *self.excluded))
 
     def _fate(self, key: str) -> str:
@@ -89,18 +89,18 @@ class EndedGroup:
 
 
 def has_void_turn(extra: Mapping[str, Any]) -> bool:
-    """Whether a turn of a rollout had neither code nor an answer; `extra` are its `extra_fields`."""
+    """Tell whether a turn of a rollout had neither code nor an answer; `extra` are its `extra_fields`."""
     return bool(extra.get("tool_use", {}).get("void_turns"))
 
 
 def exclusion(extra: Mapping[str, Any], void_turn_filter: bool | str) -> str | None:
-    """Why a rollout is kept out of baseline and loss, or None."""
+    """Return why a rollout is kept out of baseline and loss, or None."""
     reason = infrastructure_failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
     return reason or (VOID_TURN if void_turn_filter is True and has_void_turn(extra) else None)
 
 
 def metric_of(info: Mapping[str, Any], name: str | None) -> Any:
-    """What dynamic sampling compares, of a rollout's `reward_extra_info`; None without a filter.
+    """Return the value in a rollout's `reward_extra_info` that dynamic sampling compares; None without a filter.
 
     Raises:
         ValueError: the reward manager gives no such metric.
@@ -117,7 +117,7 @@ def metric_of(info: Mapping[str, Any], name: str | None) -> Any:
 
 
 def left_out(rows: Sequence[Row], rule: str | None, rng: random.Random) -> list[str]:
-    """Keys of half of a group; those that infrastructure failed first, of which a used group has less than half.
+    """Return the keys of half of a group, failed rollouts first; fewer than half of a used group have failed.
 
     Args:
         rule: `paper` or `code`; None leaves nothing out.
@@ -126,7 +126,7 @@ def left_out(rows: Sequence[Row], rule: str | None, rng: random.Random) -> list[
     if not rule or not valid:  # a group without a valid rollout is replaced
         return []
     right = [extra["reward_extra_info"]["acc"] > 0 for _, extra in valid]
-    uses = [extra.get("tool_use", {"ok": 0, "errors": {}}) for _, extra in valid]  # another's loop counts no calls
+    uses = [extra.get("tool_use", {"ok": 0, "errors": {}}) for _, extra in valid]  # other loops count no calls
     failed = [sum(use["errors"].values()) for use in uses]
     penalties = [penalty(use["ok"] + lost, lost) for use, lost in zip(uses, failed, strict=True)]
     kept = {valid[i][0] for i in keep(right, penalties, min(len(rows) // 2, len(valid)), rule=rule, rng=rng)}
@@ -136,11 +136,11 @@ def left_out(rows: Sequence[Row], rule: str | None, rng: random.Random) -> list[
 def end_group(
     rows: Sequence[Row], *, metric: str | None, void_turn_filter: bool | str, resample: str | None, rng: random.Random
 ) -> EndedGroup:
-    """What becomes of a group by the rules above; `rows` is empty where a rollout raised.
+    """Decide what becomes of a group by the rules above; `rows` is empty if a rollout raised.
 
     Args:
         metric: see `metric_of`.
-        void_turn_filter, resample: of the sampler.
+        void_turn_filter, resample: settings of the sampler.
     """
     group = EndedGroup(
         end=PromptEnd.OPEN,
@@ -150,7 +150,7 @@ def end_group(
         dropped=left_out(rows, resample, rng),
         oldest={key: oldest(extra.get("version_spans", ())) for key, extra, _ in rows},
     )
-    # Void turns alone are the policy's own: such a group is used where nothing else is left.
+    # The policy itself causes void turns: a group lost only to them is used if nothing else is left.
     by_policy = rows and not any(reason in INFRASTRUCTURE_FAILURES for *_, reason in rows)
     group.end = group.judge(lost=PromptEnd.VOID if by_policy else PromptEnd.FAILED)
     return group

@@ -1,4 +1,4 @@
-"""Two limits of verl 0.9.1 that no setting of it reaches: how long ranks wait for each other, and calls of a server."""
+"""Two limits of verl 0.9.1 that no setting changes: how long ranks wait for each other, and calls of a server."""
 
 import functools
 from types import ModuleType
@@ -6,14 +6,14 @@ from typing import Any
 
 from verl_ext.versions import VERL, require_versions
 
-CALLS = 65_536  # of a vLLM server at once: more than a step has; an asyncio task each
+CALLS = 65_536  # in a vLLM server at once: more than a step has; each is an asyncio task
 
 
 def obey_nccl_timeout(workers: ModuleType) -> None:
     """verl/workers/engine_workers.py (0.9.1): RL's ranks wait for each other as `actor_rollout_ref.nccl_timeout` says.
 
-    - :89 `TrainingWorker` makes the process group with no time-out, whatever is set, unless there is one already
-      (utils/distributed.py:89). torch then takes 30 minutes for the backend `cpu:gloo,cuda:nccl`
+    - :89 `TrainingWorker` makes the process group without a time-out, whatever is set, unless there already is a group
+      (utils/distributed.py:89). torch then uses 30 minutes for the backend `cpu:gloo,cuda:nccl`
       (torch/distributed/distributed_c10d.py, `_get_default_timeout`). SFT has 10 hours (utils/distributed.py:62).
       Ranks wait in this group while rank 0 reads the weights (workers/engine/fsdp/transformer_impl.py:606) and while
       a checkpoint is saved (utils/checkpoint/fsdp_checkpoint_manager.py:420). Groups within it keep torch's time-out.
@@ -33,10 +33,10 @@ def obey_nccl_timeout(workers: ModuleType) -> None:
 def let_calls_in(replicas: ModuleType) -> None:
     """verl/workers/rollout/replica.py (0.9.1): every call reaches its server at once.
 
-    - :257 `max_concurrency` is 1,000, or `max_num_seqs` + 16: Ray keeps further calls of an actor in front of it, in
-      their order. 32B on one node has 4,096 rollouts on each of two servers. The call that aborts them for new weights
-      (checkpoint_engine/base.py:484, asynchronous modes) would wait until all but 1,000 have been generated. vLLM has a
-      queue of its own, and runs `max_num_seqs` at once as before.
+    - :257 `max_concurrency` is 1,000, or `max_num_seqs` + 16: Ray queues further calls in front of an actor, in their
+      order. 32B on one node has 4,096 rollouts on each of two servers. The call that aborts them for new weights
+      (checkpoint_engine/base.py:484, asynchronous modes) would wait until all but 1,000 have been generated. vLLM has
+      its own queue, and still runs `max_num_seqs` at once.
     """
     require_versions(VERL, "verl_ext/trainer/limits.py")
     verls = replicas.RolloutReplica.max_concurrency.fget

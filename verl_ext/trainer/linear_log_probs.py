@@ -1,9 +1,9 @@
 """Log-probs and entropies of labels from hidden states, without the whole matrix of logits.
 
-As verl/utils/experimental/torch_functional.py:FusedLinearForPPO (0.9.1): logits exist for a block of rows at a time,
-and are computed anew in the backward pass. There, each step of the arithmetic makes a new matrix of rows x vocabulary,
-which on a CPU takes most of the time. Here, two matrices are written over, and the entropy has a backward pass only
-where the loss contains it.
+As in verl/utils/experimental/torch_functional.py:FusedLinearForPPO (0.9.1), logits exist for one block of rows at a
+time, and are computed again in the backward pass. In verl each step of the arithmetic allocates a new matrix of rows x
+vocabulary, which takes most of the time on a CPU. Here two matrices are reused, and the entropy has a backward pass
+only if the loss contains it.
 """
 
 import functools
@@ -17,14 +17,14 @@ ROWS = 512  # of logits at a time: 100 MB in fp32 for a vocabulary of 49,152
 
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the labels, and the entropies of those distributions, in nats.
+    """Return log softmax(hidden @ weight.T / temperature) at the labels, and the distributions' entropies, in nats.
 
     Args:
         hidden: [rows, hidden size].
         weight: [vocabulary, hidden size].
         labels: int64[rows].
     Returns:
-        log-probs and entropies, [rows] each, in fp32 at least.
+        log-probs and entropies, [rows] each, at least in fp32.
     """
     return _LinearLogProbs.apply(hidden, weight, labels, temperature)
 
@@ -37,10 +37,10 @@ _kept_matrices = functools.cache(_new_matrices)
 
 
 def _matrices(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices [ROWS, vocabulary] to write over, which a CPU's process keeps.
+    """Return two matrices [ROWS, vocabulary] to overwrite, which a process on a CPU keeps.
 
-    The operating system clears each page of new memory. On a CPU that takes longer than the arithmetic here. On a GPU,
-    PyTorch keeps freed memory itself.
+    The operating system clears each page of new memory, which on a CPU takes longer than the arithmetic here. On a GPU,
+    PyTorch itself keeps freed memory.
     """
     get = _kept_matrices if weight.device.type == "cpu" else _new_matrices
     return get(ROWS, weight.shape[0], torch.promote_types(weight.dtype, torch.float32), weight.device)
@@ -49,7 +49,7 @@ def _matrices(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _log_softmax(
     hidden: Tensor, weight: Tensor, temperature: float, matrices: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The log-probs of all tokens, in the second matrix; and the first, of the same shape, to write over."""
+    """Return the log-probs of all tokens, in the second matrix, and the first, of the same shape, to overwrite."""
     logits, log_probs = (matrix[: len(hidden)] for matrix in matrices)
     if hidden.dtype == logits.dtype:
         torch.mm(hidden, weight.t(), out=logits)
@@ -77,7 +77,7 @@ class _LinearLogProbs(torch.autograd.Function):
         """With p = softmax(z): d log p[label] / dz = onehot(label) - p; d entropy / dz = -p (log p + entropy)."""
         hidden, weight, labels, entropy = ctx.saved_tensors
         matrices = _matrices(weight)
-        with_entropy = bool(of_entropy.any())  # no: `entropy_coeff: 0`, where the entropy is a metric only
+        with_entropy = bool(of_entropy.any())  # false with `entropy_coeff: 0`: the entropy is only a metric
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None: LoRA
         blocks = (each.split(ROWS) for each in (hidden, labels, entropy, of_chosen, of_entropy, to_hidden))

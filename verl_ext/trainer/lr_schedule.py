@@ -1,7 +1,7 @@
 """Warm-up, stable, decay (WSD) for the learning rate of SFT and RL: `optim.lr_scheduler_type: wsd`.
 
 verl 0.9.1's FSDP engine knows "constant" and "cosine". A YAML names the class below as `_target_` of its `optim`
-section. With "wsd" the class registers an engine that has this schedule as well; otherwise it does what verl's does.
+section. With "wsd" the class registers an engine that also has this schedule; otherwise it does what verl's does.
 """
 
 from dataclasses import dataclass
@@ -45,10 +45,10 @@ class ScheduledOptimizerConfig(FSDPOptimizerConfig):
 
 
 def wsd_steps(config: ScheduledOptimizerConfig) -> tuple[int, int]:
-    """(warm-up steps, decay steps).
+    """Return (warm-up steps, decay steps).
 
     Raises:
-        ValueError: they are more than all steps, or that number is not known.
+        ValueError: together they exceed the number of training steps, or that number is not known.
     """
     total = config.total_training_steps
     warmup = config.lr_warmup_steps or 0

@@ -1,8 +1,8 @@
-"""Where verl meets verl_ext/objectives: the losses of `actor.policy_loss.loss_mode: retool_*`, their checks and counts.
+"""The objectives of verl_ext/objectives in verl: the losses `actor.policy_loss.loss_mode: retool_*`, checks and counts.
 
-verl 0.9.1 hands a loss no log-probs of the rollout engine (workers/utils/losses.py:84): an objective that needs them
+verl 0.9.1 hands a loss no log-probs of the rollout engine (workers/utils/losses.py:84). An objective that needs them
 gets them as old ones (`algorithm.rollout_correction.bypass_mode: true`), or as weights that the trainer has computed
-once for the batch (`rollout_is`). What is NaN or infinite is replaced before any arithmetic, and its token dropped.
+once for the batch (`rollout_is`). NaN and infinite values are replaced before any arithmetic, and their tokens dropped.
 """
 
 import difflib
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 _noted: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("noted", default=None)
 # Metrics that are added up over micro-batches and ranks, and over a step's batches by verl's MetricsAggregator, which
-# goes by "sum" in a name (trainer/ppo/v1/utils.py:107, 0.9.1). Shares are made of them at a step's end.
+# looks for "sum" in a name (trainer/ppo/v1/utils.py:107, 0.9.1). At the end of a step they are turned into shares.
 COUNT = "actor/sum/"
-LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the doctor reads them here
+LOSS_MODES = [  # names of actor.policy_loss.loss_mode besides verl's; the doctor reads them here
     "retool_ppo",
     "retool_olmorl",
     "retool_icepop",
@@ -61,14 +61,14 @@ LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the docto
 
 @dataclass
 class ObjectiveConfig(PolicyLossConfig):
-    """`actor.policy_loss` of a run with one of our objectives: verl's, and the unit of the mean."""
+    """`actor.policy_loss` of a run with one of our objectives: verl's keys, and the unit of the mean."""
 
     unit: str = "mini_batch"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One objective, and what the rest of a run's config must be for it.
+    """One objective, and what it requires of the rest of a run's config.
 
     Attributes:
         objective: from tokens to terms.
@@ -76,7 +76,7 @@ class Loss:
         weights: kinds of `rollout_correction` one of which it needs; none: it takes no weights.
         old: whose log-probs the old ones must be: "trainer", "rollout", or "" for either.
         modes: the means that its paper has, or that are exact.
-        one_update: whether a batch may have one update alone.
+        one_update: whether a batch may have only one update.
     """
 
     objective: Callable[..., Terms]
@@ -126,12 +126,12 @@ def policy_loss(
     loss_agg_mode: str = "token-mean",
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """A loss with the signature of verl's (core_algos.py:53).
+    """Compute a loss, with the signature of verl's losses (core_algos.py:53).
 
     Returns:
         The loss of this micro-batch, and counts of its tokens (`COUNT`).
     Raises:
-        ValueError: weights are missing, or there are some that the objective does not take.
+        ValueError: weights are missing, or there are weights that the objective does not take.
     """
     if (rollout_is_weights is not None) != bool(loss.weights):
         raise ValueError(
@@ -151,7 +151,7 @@ def policy_loss(
     info = config.global_batch_info
     value = mean_loss(
         torch.where(usable, terms.objective, 0),
-        sampled,  # what is dropped stays in the mean
+        sampled,  # dropped tokens stay in the mean
         mode=loss_agg_mode,
         unit=config.policy_loss.get("unit", "mini_batch"),
         ranks=info.get("dp_size") or 1,
@@ -165,13 +165,13 @@ def policy_loss(
         "clipped_high": terms.clipped_high & usable,
         "dropped": (terms.dropped | ~usable) & sampled,
         "not_finite": sampled & ~usable,
-        "ppo_kl": -log_ratio(tokens),  # 0 of what is not usable
+        "ppo_kl": -log_ratio(tokens),  # 0 for unusable tokens
     }
     return value, {COUNT + name: float(each.detach().sum()) for name, each in counts.items()}
 
 
 def decisions(terms: Terms, sampled: Tensor, usable: Tensor) -> Tensor:
-    """int8[B, T]: what became of each token, a code of records/token_rows.py.
+    """Return int8[B, T], what became of each token, as a code of records/token_rows.py.
 
     Args:
         sampled: bool[B, T], tokens that train; `usable`: those of them whose numbers are finite.
@@ -185,7 +185,7 @@ def decisions(terms: Terms, sampled: Tensor, usable: Tensor) -> Tensor:
 
 @contextmanager
 def noted_decisions() -> Iterator[list[tuple[str, Tensor]]]:
-    """(objective, `decisions`) of each call of `policy_loss` in the block."""
+    """Yield a list that gets (objective, `decisions`) of each call of `policy_loss` in the block."""
     noted: list[tuple[str, Tensor]] = []
     token = _noted.set(noted)
     try:
@@ -195,10 +195,10 @@ def noted_decisions() -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def sum_counts(losses: ModuleType) -> None:
-    """verl/workers/utils/losses.py (0.9.1): our counts of tokens are added up, and no token is a loss of 0.
+    """verl/workers/utils/losses.py (0.9.1): add up our counts of tokens, and make the loss of no tokens 0.
 
     - :103 takes the mean of a loss's metrics over micro-batches and ranks, whatever number of tokens they have. The
-      mean over ranks comes first (utils/metric/utils.py:152): counts are multiplied by their number.
+      mean over ranks comes first (utils/metric/utils.py:152): counts are multiplied by the number of ranks.
     - :124 divides the sum of the entropies by the tokens of the mini-batch, and 0 / 0 x entropy_coeff is NaN.
     """
     require_versions(VERL, "verl_ext/trainer/objective.py")
@@ -224,7 +224,7 @@ def sum_counts(losses: ModuleType) -> None:
 
 
 def make_shares(metrics: dict[str, Any]) -> None:
-    """Replace a step's counts of tokens by shares, `actor/clipped_low` and so on, and by verl's `actor/pg_clipfrac`."""
+    """Replace a step's token counts by shares, `actor/clipped_low` and so on, and by verl's `actor/pg_clipfrac`."""
     counts = {name.removeprefix(COUNT): metrics.pop(name) for name in [*metrics] if name.startswith(COUNT)}
     if not counts:
         return
@@ -234,7 +234,7 @@ def make_shares(metrics: dict[str, Any]) -> None:
 
 
 def check_objective(config: DictConfig) -> None:
-    """Raise where the objective of a run and the rest of its config do not fit; nothing for verl's own losses.
+    """Raise if a run's objective does not fit the rest of its config; verl's own losses are not checked.
 
     Raises:
         ValueError: an unknown key of `policy_loss`; weights, old log-probs, a mean or sizes that the objective does not

@@ -1,8 +1,8 @@
-"""No rollout begins with a part of its prompt: a run whose prompts are longer than its limit does not start.
+"""No rollout begins with a truncated prompt: a run with prompts above its limit does not start.
 
-verl 0.9.1 cuts off the beginning of such a prompt, the system prompt and the tools' schemas first, with a warning in a
-worker's log (experimental/agent_loop/agent_loop.py:437). Its filter (`data.filter_overlong_prompts`) may be off, and it
-does not count the interpreter's schema.
+verl 0.9.1 cuts off the beginning of a prompt that is too long, the system prompt and the tools' schemas first, with a
+warning in a worker's log (experimental/agent_loop/agent_loop.py:437). Its filter (`data.filter_overlong_prompts`) may
+be off, and it does not count the interpreter's schema.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from verl_ext.environments.toolbox import load_tools, schemas_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COLUMNS = ("agent_name", "extra_info")  # that say how a row's prompt is rendered
+COLUMNS = ("agent_name", "extra_info")  # these say how a row's prompt is rendered
 
 
 def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", datasets: Mapping[str, Any]) -> None:
-    """Look at the prompts that verl's filter has left.
+    """Check the prompts that verl's filter has left.
 
     Args:
-        datasets: `train` and `val` -> verl's data set; of a class of one's own, without `dataframe`, nothing is known.
+        datasets: `train` and `val` -> verl's data set; a custom class without `dataframe` is not checked.
     Raises:
-        ValueError: a prompt is longer than `data.max_prompt_length`; names the number of them and the longest. Or the
-            chat template refuses one; names its row.
+        ValueError: a prompt is longer than `data.max_prompt_length` (the message has their number and the longest), or
+            the chat template refuses one (the message has its row).
     """
     data, key = config.data, config.data.get("prompt_key", "prompt")
     lengths = _lengths(config, tokenizer)
@@ -67,5 +67,5 @@ def _lengths(config: DictConfig, tokenizer: "PreTrainedTokenizerBase") -> Prompt
 
 
 def _is_text(messages: Any) -> bool:
-    """Images and videos are refused by verl itself if their prompt is too long."""
+    """Tell whether messages are all text; verl itself refuses images and videos whose prompt is too long."""
     return isinstance(messages, list) and all(isinstance(each.get("content"), str) for each in messages)

@@ -1,4 +1,4 @@
-"""What trainer and sampler ask of TransferQueue: prompts in it, ends of responses, copies and removals, the wait."""
+"""Calls of trainer and sampler to TransferQueue: prompts in it, ends of responses, copies and removals, the wait."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,19 +16,19 @@ def _tags() -> Mapping[str, Mapping]:
 
 
 def prompts_in_queue() -> set[str]:
-    """uids of the training prompts that no batch has taken: pending, running, or ended and waiting."""
+    """Return the uids of the training prompts that no batch has taken: pending, running, or ended and waiting."""
     return {key for key, tag in _tags().items() if tag.get("is_prompt")}
 
 
 def real_keys(batch: KVBatchMeta) -> list[str]:
-    """Keys without verl's padding, the outputs of a session in their order."""
+    """Return the keys without verl's padding, the outputs of a session in their order."""
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
     return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
 
 
 def share_cut(batch: KVBatchMeta) -> float | None:
-    """Share of a batch's responses that were cut at the limit of tokens, by the end that the loop noted for each; None
-    if it noted none, as a loop of another project."""
+    """Return the share of a batch's responses that were cut at the token limit, as the loop noted; None if it noted
+    nothing, as another project's loop."""
     keys = real_keys(batch)
     if not keys:
         return None
@@ -42,7 +42,8 @@ def clear_leftovers() -> None:
     """Remove the rows whose prompt is gone.
 
     verl 0.9.1 (trainer/ppo/v1/trainer_base.py:521) saves a checkpoint before it clears the batch that the step has
-    trained. So a restored queue holds that batch for ever. What stopped the run may be mended since.
+    trained on, so a restored queue would hold that batch forever. Rows that stopped the run also go: the cause may have
+    been fixed.
     """
     tags = _tags()
     prompts = {key for key, tag in tags.items() if tag.get("is_prompt")}
@@ -64,9 +65,9 @@ def check_while_waiting(buffer: Any, check: Callable[[], None]) -> None:
 
 
 def stop_where_a_rollout_says_so(buffer: Any) -> None:
-    """Have each look into the queue raise what a rollout found broken: verl's replay_buffer.py:159 (0.9.1).
+    """Have each poll of the queue raise what a rollout found broken: verl's replay_buffer.py:159 (0.9.1).
 
-    verl takes a prompt that raised for one like others, and goes on with what is left.
+    verl treats a prompt that raised like any other, and continues with the rest.
     """
     look = buffer._sync_metadata_from_transfer_queue
 
@@ -81,9 +82,9 @@ def stop_where_a_rollout_says_so(buffer: Any) -> None:
 
 
 def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str, dict]) -> list[str]:
-    """Put each rollout once more into the queue, and into what the sampler saw of it; returns the keys of the copies.
+    """Put each rollout into the queue once more, and into the sampler's snapshot of it; return the keys of the copies.
 
-    A copy is a further output of its session, `{uid}_{session}_{index}`, after the last that the session has.
+    A copy is an additional output of its session, `{uid}_{session}_{index}`, after the last one of the session.
     """
     last = dict.fromkeys((key.rpartition("_")[0] for key in sources), 0)  # session -> index of its last output
     for key in snapshot:
@@ -103,7 +104,7 @@ def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str,
 
 
 def remove(partition_id: str, keys: Sequence[str], snapshot: dict[str, dict]) -> None:
-    """Remove rollouts from the queue and from what the sampler saw of it."""
+    """Remove rollouts from the queue and from the sampler's snapshot of it."""
     tq.kv_clear(keys=keys, partition_id=partition_id)
     for key in keys:
         del snapshot[key]

@@ -1,9 +1,9 @@
-"""`retool.repeatable`: a run on a CPU that has the same metrics, times aside, when it is started again with its seed.
+"""`retool.repeatable`: a run on a CPU that has the same metrics, except times, when it is restarted with its seed.
 
-For audits, and to find by bisection which change altered a figure. It is slow: vLLM generates one response at a time.
+Use it for audits, and to bisect which change altered a figure. It is slow: vLLM generates one response at a time.
 configs/repeatable/cpu.yaml (`+repeatable=cpu`) sets this key and those that it needs. This module replaces what verl
 0.9.1 leaves to chance in the trainer's process: names of groups (uuid4), the order in which rollouts arrive, and
-decisions on what has arrived by now. verl_ext/rollout/loop.py sets the seed of each request.
+decisions based on what has arrived so far. verl_ext/rollout/loop.py sets the seed of each request.
 
 Clocks can still make runs differ: a program or a verification may reach its time limit on a busy machine, and the
 model's code may print the time, an address in memory or an unseeded random number.
@@ -28,11 +28,11 @@ _NEEDED = {
 
 
 def check_repeatable(config: DictConfig) -> None:
-    """Raise where the rest of a run's config would make two runs differ.
+    """Raise if the rest of a run's config would make two runs differ.
 
     Raises:
-        ValueError: see the message. A prompt that is computed in pieces is among them: vLLM 0.28.0 then sets the
-            request's random generator back (v1/worker/gpu_model_runner.py:3825), which a CPU's cannot.
+        ValueError: see the message. One cause is a prompt that is computed in pieces: vLLM 0.28.0 then rewinds the
+            request's random generator (v1/worker/gpu_model_runner.py:3825), which is impossible on a CPU.
     """
     found = {key: OmegaConf.select(config, key) for key in _NEEDED}
     wrong = [f"{key}={found[key]} (needed: {value})" for key, value in _NEEDED.items() if found[key] != value]
@@ -45,7 +45,7 @@ def check_repeatable(config: DictConfig) -> None:
 
 
 def make_repeatable(trainer: Any) -> None:
-    """Let a trainer of verl name, order and decide without chance. It has its replay buffer already.
+    """Let a trainer of verl, which already has its replay buffer, name, order and decide without chance.
 
     Raises:
         ValueError: as `check_repeatable`.
@@ -63,21 +63,21 @@ def make_repeatable(trainer: Any) -> None:
 
 
 class CountedNames:
-    """Stands for the module `uuid`: names that sort as they were given, and that a resumed run gives again."""
+    """Stand-in for the module `uuid`: its names sort in the order of creation, and a resumed run repeats them."""
 
     def __init__(self, step: Callable[[], int]):
         self._step = step
         self._at, self._count = -1, 0
 
     def uuid4(self) -> UUID:
-        """The step in the first half, the number within the step in the second."""
+        """Return a name with the step in its first half, and the number within the step in the second."""
         step = self._step()
         self._at, self._count = step, self._count + 1 if step == self._at else 0
         return UUID(int=(step << 64) + self._count)
 
 
 class CompletedRounds:
-    """In front of a sampler's class: it sees nothing until all that was submitted has ended, and then in order."""
+    """Mix-in before a sampler's class, which sees nothing until all submitted prompts have ended, and then in order."""
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()
@@ -88,12 +88,12 @@ class CompletedRounds:
             self.partitions[partition_id] = dict(sorted(rows.items(), key=lambda row: _place(row[0])))
 
     def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple:
-        """verl sorts by step alone, and so leaves the rest to the order of a set."""
+        """Sort the keys first: verl sorts only by step, and so leaves the rest to the order of a set."""
         return super()._select_prompt_uids(partition_id, sorted(sampleable_keys), batch_size)
 
 
 def _place(key: str) -> tuple[str, int, int]:
-    """The sorting key of a rollout's key, `{uid}_{session}_{index}`: its numbers sort as numbers."""
+    """Return the sort key of a rollout's key, `{uid}_{session}_{index}`, whose numbers sort as numbers."""
     uid, session, index = key.rsplit("_", 2)
     return uid, int(session), int(index)
 

@@ -1,4 +1,4 @@
-"""A batch in which every weight against the rollout engine is 0: its loss is 0, and the run goes on."""
+"""A batch whose rollout-correction weights are all 0: its loss is 0, and the run continues."""
 
 import functools
 from types import ModuleType
@@ -10,7 +10,7 @@ from verl_ext.versions import VERL, require_versions
 def bear_zeros(helper: ModuleType) -> None:
     """verl/trainer/ppo/rollout_corr_helper.py:757 (0.9.1) divides by the mean square of the weights, for a metric.
 
-    Of such a batch the mean and the effective sample size, both 0, are the only metrics.
+    If they are all 0, the mean and the effective sample size, both 0, are the only metrics.
     """
     require_versions(VERL, "verl_ext/trainer/rollout_weights.py")
     verls = helper.compute_is_metrics

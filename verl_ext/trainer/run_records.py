@@ -1,7 +1,7 @@
-"""What the trainer tells the recorder (records/recorder.py): fates, advantages, tokens of a share of the groups, times.
+"""Reports of the trainer to the recorder (records/recorder.py): fates, advantages, tokens of some groups, times.
 
-It never waits for an answer. What it tells of a step is one message, as Ray takes more for a message than for what is
-in it. What the loss does with the tokens, the actor's processes tell themselves (token_notes.py); they know a recorded
+The trainer never waits for an answer. It reports a step in one message, because Ray spends more on a message than on
+its content. The actor's processes report what the loss does with the tokens (token_notes.py); they recognize a recorded
 response by the number in its column `record`.
 """
 
@@ -27,14 +27,14 @@ from verl_ext.records.recorder import Fates, costs_nothing
 from verl_ext.settings import RecorderSettings
 from verl_ext.trainer.queue import real_keys
 
-RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 of those that are not recorded
+RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 if it is not recorded
 STEP_BITS = 32
-UNREADABLE, UTF8_BYTES = "\ufffd", 4  # what a decoder writes for a part of a character; the most that one has
+UNREADABLE, UTF8_BYTES = "\ufffd", 4  # what a decoder writes for part of a character; the most bytes of one
 _OF_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
 
 
 def check_recorder(config: DictConfig) -> None:
-    """Raise where rollouts are to be recorded and nothing would tell of them; called when a run starts.
+    """Raise if rollouts are to be recorded but nothing would report them; called when a run starts.
 
     Raises:
         ValueError: `retool.recorder.enable` with verl's own agent-loop manager.
@@ -48,15 +48,15 @@ def check_recorder(config: DictConfig) -> None:
 
 
 class RunRecords:
-    """One for a run; it starts the recorder."""
+    """The recorder's client in the trainer, one per run; it starts the recorder."""
 
     def __init__(self, settings: RecorderSettings, config: DictConfig):
         self._recorder = recorder.start(Path(config.trainer.default_local_dir).resolve(), settings)
         self._untold: list[tuple[str, tuple]] = []  # methods of the recorder, with arguments
         self._share = settings.token_share
         self._known: set[int] = set()  # token ids whose text the recorder has
-        self._parts: set[int] = set()  # those of them that are no whole characters
-        self._ends: dict[str, PromptEnd] = {}  # of groups that are in the queue still
+        self._parts: set[int] = set()  # those of them that are not whole characters
+        self._ends: dict[str, PromptEnd] = {}  # of groups that are still in the queue
         self._intervals: list[dict[str, Any]] = []
         self._advantages: dict[str, float | None] = {}  # of the batch that is taken next
         self._begin_step()
@@ -69,7 +69,7 @@ class RunRecords:
 
     @costs_nothing("sent")
     def _send(self, method: str, *arguments: Any) -> None:
-        """In one message with all that waits; its CPU time counts in the next step."""
+        """Send a call in one message with all that wait; its CPU time counts in the next step."""
         began = time.thread_time()
         self._untold.append((method, arguments))
         self._recorder.tell.remote(self._untold)
@@ -77,17 +77,17 @@ class RunRecords:
         self._cpu_s += time.thread_time() - began
 
     def resume(self, step: int, ends: Mapping[str, PromptEnd]) -> None:
-        """The run goes on from a step. `ends`: of the groups that waited there, as far as they were decided."""
+        """Report that the run continues from a step. `ends`: of the groups that waited there, as far as decided."""
         self._ends = dict(ends)
         self._send("resume", step)
 
     def save(self, step: int) -> None:
-        """A checkpoint of a step is whole."""
+        """Report that the checkpoint of a step is complete."""
         self._send("save", step)
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """An interval of the trainer."""
+        """Time an interval of the trainer."""
         start = time.time()
         try:
             yield
@@ -98,12 +98,12 @@ class RunRecords:
     def note_advantages(
         self, notes: Sequence[tuple[Sequence[str], Tensor, Tensor]], factors: Mapping[str, float]
     ) -> None:
-        """The advantage of each response of the batch that is taken next, where all its tokens that train have one.
+        """Note the advantage of each response of the batch that is taken next, if all its training tokens share one.
 
         Args:
             notes: of `noted`; the last has keys, advantages, float[B, T], and mask, [B, T], 1: a token trains.
-            factors: with what those of a response were multiplied since for the mean of the loss, by its key. Such a
-                factor is no part of an advantage, but 0 is.
+            factors: key -> what a response's advantages have been multiplied by for the mean of the loss. A factor is
+                not part of the advantage, except 0.
         """
         began = time.process_time()
         keys, advantages, mask = notes[-1]
@@ -120,9 +120,9 @@ class RunRecords:
     def take(
         self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any, left_out: Mapping[str, str]
     ) -> None:
-        """Before the update: note what is taken with which advantage, tell the tokens of a share of the groups, and
-        mark these responses for the actor's processes. Its CPU seconds are those of all threads of this process, as
-        TransferQueue works in one of its own: at the most what the records took.
+        """Note, before the update, what is taken with which advantage, report the tokens of a share of the groups, and
+        mark these responses for the actor's processes. Its CPU seconds are an upper bound of what the records took:
+        they are those of all threads of this process, because TransferQueue works in a separate thread.
 
         Args:
             fillers: uids of groups in the batch that are not useful.
@@ -136,7 +136,7 @@ class RunRecords:
         self._left_out |= {key.rpartition("_")[0]: because for key, because in left_out.items()}
         groups = sorted(set(map(_uid, keys)), key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
-        # The trajectory of a session is that of its last output, of which one that fills a group is a copy.
+        # The trajectory of a session is that of its last output, and an output that fills a group is a copy of it.
         chosen = [key for key in dict(zip(sessions, keys, strict=True)).values() if _uid(key) in groups]
         if chosen:
             records = {key: (step << STEP_BITS) + self._number + i for i, key in enumerate(chosen)}
@@ -159,9 +159,9 @@ class RunRecords:
 
     @costs_nothing("made of a step")
     def end_step(self, step: int, ends: Mapping[str, PromptEnd], waiting: Collection[str]) -> None:
-        """What became of prompts; that of groups which wait in the queue may change, and is told with a later step.
+        """Report what became of prompts. It may still change for groups in the queue, which a later step reports.
 
-        A sampler of another project tells nothing: what a batch took was trained.
+        Another project's sampler reports nothing: what a batch took counts as trained.
         """
         began = time.thread_time()
         self._ends = {key.rpartition("_")[0]: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(ends)
@@ -175,19 +175,19 @@ class RunRecords:
         self._send("end_step", Fates(step, dict.fromkeys(uids), {}, validate=True), 0.0)
 
     def end_round(self, step: int) -> None:
-        """A step is over with its checkpoint and validation: its intervals are told."""
+        """Report the intervals of a step, which has ended with its checkpoint and validation."""
         self._send("times", step, self._intervals)
         self._intervals = []
 
     def close(self) -> None:
-        """The last files are written when this returns, or a warning says that they may not be."""
+        """Write the last files before returning, or warn that they may not be written."""
         if self._untold:  # a step that raised
             self._recorder.tell.remote(self._untold)
         recorder.close(self._recorder)
 
 
 def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of `TokenParts.batches` of some rows of verl's queue; a column that it lacks is NaN.
+    """Return the columns of `TokenParts.batches` for some rows of verl's queue; a column that it lacks is NaN.
 
     Args:
         records: key -> record, in the order of the rows.
@@ -224,7 +224,7 @@ def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[s
 def spelled(
     ids: np.ndarray, lengths: np.ndarray, parts: Collection[int], decode: Callable[[list[int]], str]
 ) -> dict[int, str]:
-    """Place -> text, of tokens that together make characters: the text stands at the last of them.
+    """Return place -> text for tokens that only together make characters: the text is at the place of the last one.
 
     Args:
         ids: int64[all tokens] of responses, one after the other; `lengths` are theirs.
@@ -237,7 +237,8 @@ def spelled(
         if waiting and (place != waiting[-1] + 1 or response[place] != response[waiting[-1]]):
             waiting = []
         waiting = [*waiting[1 - UTF8_BYTES :], place]
-        for own in (waiting[start:] for start in range(len(waiting) - 1)):  # before it may stand what is no character
+        # Tokens that are no character may precede the first one.
+        for own in (waiting[start:] for start in range(len(waiting) - 1)):
             if UNREADABLE not in (text := decode(ids[own].tolist())):
                 texts |= dict.fromkeys(own, "") | {place: text}
                 waiting = []
@@ -246,7 +247,7 @@ def spelled(
 
 
 def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """int[length]: index into a trajectory's turns, of which what the tools said is one each."""
+    """Return int[length], the index into a trajectory's turns; each tool output is a turn."""
     turns, turn, at = np.zeros(length, np.int64), -1, 0
     for start, end in spans:
         turn += start > at

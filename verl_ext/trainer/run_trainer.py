@@ -1,8 +1,8 @@
-"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, early stop, a repeatable run, records, fleet.
+"""The options of `retool.*` in verl's v1 trainers: adaptive n, early stop, a repeatable run, records, fleet.
 
-A rise of infrastructure failures is logged; `run_validation.py` keeps them out of validations. `run_updates.py` makes
-updates of a batch. With all options off and no failure, every method here does what verl's own does. Line numbers are
-of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
+A rise in infrastructure failures is logged; `run_validation.py` keeps them out of validations. `run_updates.py` turns a
+batch into updates. With all options off and no failure, every method here does what verl's own does. Line numbers refer
+to trainer/ppo/v1/trainer_base.py of verl 0.9.1.
 """
 
 import logging
@@ -69,11 +69,11 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 class RunTrainer(RunUpdates, RunValidation):
-    """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
+    """Base class, together with a trainer of verl, of the classes that `extend_trainers` makes.
 
     Raises:
-        ValueError: a setting of `retool` is unknown, missing or out of range; or an option, or the recorder, is on that
-            the rest of the config leaves without effect.
+        ValueError: a setting of `retool` is unknown, missing or out of range; or an option or the recorder is on, but
+            the rest of the config leaves it without effect.
     """
 
     def __init__(self, config: DictConfig):
@@ -84,7 +84,7 @@ class RunTrainer(RunUpdates, RunValidation):
         check_objective(config)
         for caution in cautions(getter(config)):
             logger.warning(in_sentences([caution]))
-        filter_groups = config.algorithm.filter_groups  # verl asks for a metric where the sampler is its own
+        filter_groups = config.algorithm.filter_groups  # verl requires a metric if the sampler is its own
         if filter_groups and filter_groups.enable and filter_groups.metric is None:
             raise ValueError(
                 "algorithm.filter_groups.enable is true with metric=null, by which no group would be filtered; "
@@ -112,11 +112,12 @@ class RunTrainer(RunUpdates, RunValidation):
         self._exclusions: ExclusionWatch | None = None
         self._ledger: PromptLedger | None = None
         self._recorder: BatchRecorder | None = None
-        self._fleet: Fleet | None = None  # where servers are watched
-        self._members: Members | None = None  # where servers come and go
+        self._fleet: Fleet | None = None  # if servers are watched
+        self._members: Members | None = None  # if servers come and go
         self._failed_samples = FailedSamples.from_config(config)
         self._last_saved = 0  # step of the newest checkpoint
-        # Of any checkpoint of a run, perhaps beside it: what the run wrote stays, and its commands are not taken.
+        # Such a run validates any checkpoint, perhaps alongside the run that trains: it keeps that run's files, and
+        # takes none of its commands.
         self._only_validates = config.trainer.get("val_only", False)
         if self._only_validates:
             return
@@ -164,7 +165,7 @@ class RunTrainer(RunUpdates, RunValidation):
             self._watch = EarlyStopWatch(early_stop, StepJournal(folder / "early_stop.jsonl"))
 
     def init(self) -> None:
-        """The recorder is there before the workers that look for it."""
+        """Start the recorder before the workers that look for it."""
         if settings := read_settings(self.config, "recorder", RecorderSettings):
             self._records = RunRecords(settings, self.config)
         super().init()
@@ -172,12 +173,12 @@ class RunTrainer(RunUpdates, RunValidation):
             self._members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)
 
     def _init_dataloader(self) -> None:
-        """verl's (line 708), then a look at all prompts: no worker is started before."""
+        """Call verl's (line 708), then check all prompts: no worker has been started yet."""
         super()._init_dataloader()
         check_prompts(self.config, self.tokenizer, {"train": self.train_dataset, "val": self.val_dataset})
 
     def _setup(self) -> None:
-        """verl's (line 226), then the watching of servers, which are there now and have no weights yet."""
+        """Call verl's (line 226), then watch the servers, which are up but have no weights yet."""
         super()._setup()
         if limits := read_settings(self.config, "fleet.health", HealthSettings):
             manager, verls = self.standalone_server_manager, self.standalone_checkpoint_manager
@@ -201,7 +202,7 @@ class RunTrainer(RunUpdates, RunValidation):
         return super()._rollout_server_managers()
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
-        """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""
+        """Train as verl does, called once the checkpoint is loaded; a run that was stopped early stays stopped."""
         self._last_saved = self.global_steps
         loops = AgentLoops(getattr(agent_loop_manager, "agent_loop_workers", ()))  # verl's managers have them
         check_while_waiting(self.replay_buffer, loops.check)
@@ -270,9 +271,9 @@ class RunTrainer(RunUpdates, RunValidation):
         super().on_sample_end()
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:
-        """The last thing of a step, after its checkpoint and its validation.
+        """Finish a step, after its checkpoint and its validation.
 
-        verl's `clip_ratio` counts the responses that are as long as the batch's longest (metric_utils.py:576).
+        `clip_ratio` is replaced: verl's counts the responses as long as the batch's longest (metric_utils.py:576).
         """
         super()._compute_metrics(batch, metrics, *args, **kwargs)
         if (share := share_cut(batch)) is not None:
@@ -281,7 +282,7 @@ class RunTrainer(RunUpdates, RunValidation):
             self._records.end_round(self.global_steps)
 
     def _add_batch_to_generate(self) -> None:
-        """A step of the mode `sync` begins with as many prompts less as groups wait for it."""
+        """Begin a step of the mode `sync` with fewer prompts, by the number of groups that wait for it."""
         if not getattr(self.replay_buffer, "num_kept", 0):
             return super()._add_batch_to_generate()
         missing = self.replay_buffer.num_to_submit(self.config.data.train_batch_size)
@@ -310,7 +311,7 @@ class RunTrainer(RunUpdates, RunValidation):
     # Validation ------------------------------------------------------------------------------------------------------
 
     def on_step_end(self) -> None:
-        """The last hook before line 494 asks whether `global_steps % trainer.test_freq == 0`."""
+        """Decide whether to validate: the last hook before line 494 tests `global_steps % trainer.test_freq == 0`."""
         with self._span("weight_sync"), self._members.weights_change() if self._members else nullcontext():
             super().on_step_end()
         if self._plan:
@@ -327,7 +328,7 @@ class RunTrainer(RunUpdates, RunValidation):
             self._records.save(self.global_steps)
 
     def on_train_end(self) -> None:
-        """verl comes here when a run ends before its last step; it has counted `global_steps` one up already."""
+        """Save a run that ends before its last step; verl calls this with `global_steps` already incremented."""
         super().on_train_end()
         last_step = self.global_steps - 1
         if not self._watch or not self._watch.reason():
@@ -339,7 +340,7 @@ class RunTrainer(RunUpdates, RunValidation):
         logger.warning("early stop: ended at step %d; the last checkpoint is of step %d.", last_step, self._last_saved)
 
     def _free_rollout_memory(self) -> None:
-        """As before an update: the actor may need the memory that vLLM holds."""
+        """Free the memory that vLLM holds, as before an update: the actor may need it."""
         if hasattr(self, "switch_to_trainer"):  # separate_async
             if self.current_mode == HybridEngineMode.ROLLOUT:
                 self.switch_to_trainer()
@@ -350,13 +351,13 @@ class RunTrainer(RunUpdates, RunValidation):
 
 
 def _problems_of(batch: TensorDict) -> list[str]:
-    """The problem of each row of a batch of prompts."""
+    """Return the problem of each row of a batch of prompts."""
     columns = {name: _column(batch, name) for name in ("data_source", "extra_info", "raw_prompt", "reward_model")}
     return [problem_of(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
 def _column(batch: TensorDict, name: str) -> list[Any]:
-    """A column of a batch of prompts as plain values; None in each row where the data set does not have it."""
+    """Return a column of a batch of prompts as plain values; None in every row if the data set lacks the column."""
     if name not in batch:
         return [None] * len(batch)
     value = batch.get(name)

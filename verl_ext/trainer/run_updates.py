@@ -1,8 +1,8 @@
 """How a run's batch becomes updates: advantages with the unit of their mean, mini-batches of unequal groups. Base of
 `RunTrainer`.
 
-With no option, and without padding in a mean over responses, every method does what verl's own does. Line numbers are
-of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
+With no option, and without padding in a mean over responses, every method does what verl's own does. Line numbers refer
+to trainer/ppo/v1/trainer_base.py of verl 0.9.1.
 """
 
 import math
@@ -18,18 +18,18 @@ from verl_ext.trainer.run_records import RunRecords
 
 
 class RunUpdates(PPOTrainer):
-    """Updates of a run. `RunTrainer` sets what they use; what is off is None."""
+    """Updates of a run. `RunTrainer` sets the attributes that they use; an option that is off is None."""
 
     _records: RunRecords | None
     _recorder: BatchRecorder | None
     _sampling: AdaptiveSampling | None
 
     def _span(self, what: str) -> AbstractContextManager:
-        """An interval of the step's timeline."""
+        """Time an interval of the step's timeline."""
         return self._records.span(what) if self._records else nullcontext()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """verl's v1 trainers never ask for `sum_pi_squared`, which an optimal token baseline needs (line 1653)."""
+        """Request `sum_pi_squared` for an optimal token baseline, which verl's v1 trainers never do (line 1653)."""
         with self._span("log_probs"):
             if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
                 return super()._compute_old_log_prob(batch, metrics)
@@ -48,8 +48,8 @@ class RunUpdates(PPOTrainer):
             return super()._compute_reward_colocate(batch, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """With the unit of the mean. Fillers get advantage 0, whatever the estimator and their rewards, and so do
-        rollouts that are in the baseline alone (`DapoReplayBuffer`).
+        """Compute advantages with the unit of the mean. Fillers get advantage 0, whatever the estimator and their
+        rewards, and so do rollouts that are only in the baseline (`DapoReplayBuffer`).
         """
         with noted() as notes:
             batch = super()._compute_advantage(batch, metrics)
@@ -69,11 +69,11 @@ class RunUpdates(PPOTrainer):
         return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """With groups of unequal size a mini-batch is a share of the batch (line 1593 counts `rollout.n` per prompt).
+        """Make a mini-batch a share of the batch if groups differ in size (line 1593 counts `rollout.n` per prompt).
 
-        So the number of updates does not depend on the number of responses, and no update has padding alone, without a
-        token to average over. Micro-batches of a fixed size must be whole (workers/engine/utils.py:125), and go with
-        one update (`RunTrainer`).
+        So the number of updates does not depend on the number of responses, and no update consists only of padding,
+        without a token to average over. Micro-batches of a fixed size must be whole (workers/engine/utils.py:125), and
+        require a single update (`RunTrainer`).
         """
         if not self._sampling:
             return super()._get_required_batch_multiple(dp_size)
@@ -84,7 +84,7 @@ class RunUpdates(PPOTrainer):
         return dp_size * self._updates_per_step() * math.lcm(*filter(None, fixed))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """After what the records take of the batch: the update changes none of it."""
+        """Update after the records have taken what they need, which the update does not change."""
         if not self._records:
             return self._update_for_lab(batch, metrics)
         sampler = self.replay_buffer
@@ -94,7 +94,7 @@ class RunUpdates(PPOTrainer):
             return self._update_for_lab(batch, metrics)
 
     def _update_for_lab(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Between the two looks of the batch recorder, where the batch is recorded."""
+        """Update between the two passes of the batch recorder, if the batch is recorded."""
         if not self._recorder or not self._recorder.is_due(self.global_steps, self.local_trigger_step):
             return self._update(batch, metrics)
         before = self._recorder.log_probs(self.actor_rollout_wg, batch)
@@ -104,7 +104,7 @@ class RunUpdates(PPOTrainer):
         return batch
 
     def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Line 1809 takes ppo_mini_batch_size x rollout.n as the responses of a mini-batch."""
+        """Set a mini-batch's size for unequal groups: line 1809 takes ppo_mini_batch_size x rollout.n responses."""
         if not self._sampling:
             return super()._update_actor(batch, metrics)
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout

@@ -26,7 +26,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 class RunValidation(PPOTrainer):
-    """Validations of a run. `RunTrainer` sets what they use; what is off is None."""
+    """Validations of a run. `RunTrainer` sets the attributes that they use; an option that is off is None."""
 
     _failed_samples: FailedSamples
     _records: RunRecords | None
@@ -34,7 +34,7 @@ class RunValidation(PPOTrainer):
     _watch: EarlyStopWatch | None
     _fleet: Fleet | None
     _only_validates: bool
-    _is_light = False  # whether the validation that runs is a light one
+    _is_light = False  # whether the current validation is a light one
     _is_void = False  # whether the newest validation is void
 
     def _validate(self) -> dict[str, float]:
@@ -62,7 +62,7 @@ class RunValidation(PPOTrainer):
         return metrics
 
     def _has_validated(self) -> bool:
-        """Whether a run that trained has a record of a validation of this step, which then stays."""
+        """Tell whether a run that trained has a record of a validation of this step, which then stays."""
         files = files_of(Path(self.config.trainer.default_local_dir))
         own = any(file.validate and file.step == self.global_steps for file in files)
         return own and not all(file.validate for file in files)
@@ -83,8 +83,8 @@ class RunValidation(PPOTrainer):
         sample_turns: list[int],
         expected_acc_counts: dict[tuple[str, str], int] | None = None,
     ) -> dict[str, float]:
-        """Without the samples that failed outside the model; `failed_samples.py` says how. A void validation has no
-        figure by which a checkpoint could be the best (`Rolling.record`) or the run could stop.
+        """Compute figures without the samples that failed outside the model, as in `failed_samples.py`. A void
+        validation has no figure that could make a checkpoint the best (`Rolling.record`) or stop the run.
         """
         self._validated = {uid for _, uid in expected_acc_counts or ()}
         failed = find_failed(data_sources, sample_uids, reward_extra_infos_dict, expected_acc_counts)
@@ -107,9 +107,9 @@ class RunValidation(PPOTrainer):
             return failed.metrics(is_void=True)
         figures = judged_figures(data_sources, sample_uids, reward_extra_infos_dict, failed)
         turns = [turns for turns, cause in zip(sample_turns, failed.causes, strict=True) if cause is None]
-        # Of no sample, verl's function gives the figures of the turns alone.
+        # Given no samples, verl's function returns only the figures of the turns.
         return super()._val_metrics_update([], [], {}, turns) | figures | failed.metrics(is_void=False)
 
     def _dump_generations(self, *args: Any, dump_path: str, **kwargs: Any) -> None:
-        """A folder of their own for light validations: what reads the dumps takes those of a folder for comparable."""
+        """Put light validations in a separate folder: readers of the dumps assume that a folder's are comparable."""
         super()._dump_generations(*args, dump_path=f"{dump_path}_light" if self._is_light else dump_path, **kwargs)

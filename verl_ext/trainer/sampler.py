@@ -1,19 +1,19 @@
-"""The sampler of verl's v1 trainers, synchronous and asynchronous: dynamic sampling with an end, and no training on
+"""The sampler of verl's v1 trainers, synchronous and asynchronous: bounded dynamic sampling, and no training on
 infrastructure failures.
 
-`trainer.v1.sampler.custom_sampler` of configs/shared/rl.yaml names this class; its settings are
-`trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
+`trainer.v1.sampler.custom_sampler` in configs/shared/rl.yaml names this class; its settings are in
+`trainer.v1.sampler.sampler_kwargs`. It differs from verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
 
-- a rollout that infrastructure failed (sandbox, verifier, abort) stays out of its group's baseline and of the loss. If
-  more than half of a group is valid, valid rollouts are repeated to fill the group, else the group is replaced (the
-  rule of GLM-5). What the policy can cause (its code fails or takes too long, it prints or calls too much) stays a
-  normal sample;
-- groups that are all right or all wrong are replaced only until `max_num_gen_batches` are spent. Then some of them fill
-  the batch, as fillers, and the run goes on and says so, where verl's would generate for ever;
-- in the mode `sync` it submits at once as many prompts as are likely to be needed, judged by the share of useful groups
-  so far; verl submits twice the missing ones in every round. Useful groups beyond the batch can wait for the next step;
-- it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
-- it logs what became of each prompt (`outcome.PromptEnd`), and accuracy, tool use and failures over all that was
+- A rollout that failed because of infrastructure (sandbox, verifier, abort) stays out of its group's baseline and out
+  of the loss. If more than half of a group is valid, valid rollouts are repeated to fill the group; otherwise the group
+  is replaced (the rule of GLM-5). Whatever the policy can cause (its code fails or takes too long, it prints or calls
+  too much) stays a normal sample.
+- Groups that are all right or all wrong are replaced only until `max_num_gen_batches` are spent. Then some of them
+  complete the batch as fillers, and the run logs that and continues, whereas verl's sampler would generate forever.
+- In the mode `sync` it submits at once as many prompts as it will probably need, judging by the share of useful groups
+  so far; verl submits twice the missing ones in every round. Useful groups beyond the batch can wait for the next step.
+- It polls every `poll_interval_s` instead of every 2 s, which would be most of a short step.
+- It logs what became of each prompt (`outcome.PromptEnd`), and accuracy, tool use and failures over everything that was
   generated, before any group is left out.
 """
 
@@ -41,46 +41,46 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
-# A batch takes groups in this order. Surplus of an earlier step is older than any other useful group.
+# A batch takes groups in this order. The surplus of an earlier step is older than any other useful group.
 _USEFUL = (PromptEnd.SURPLUS, PromptEnd.OPEN)
 _ORDER = _USEFUL + REPLACEABLE
 
 
 class DapoReplayBuffer(ReplayBufferAsync):
-    """See the module's docstring.
+    """The sampler that the module's docstring describes.
 
-    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: it gets the advantage of that
-    session, whose baseline it does not enter, with every estimator of groups (trainer/advantages.py).
+    A repeated rollout is an additional output of its session, `{uid}_{session}_{index + 1}`. With every group
+    estimator (trainer/advantages.py) it gets the advantage of that session, but does not enter its baseline.
 
-    Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
-    right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
-    filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups,
-    and has no fillers. Here a step that has spent its prompts takes equal groups as fillers, and `fillers` names them.
-    The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that no objective trains on it. The
-    tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's tokens are fillers', the
-    policy gradient is half of what the useful half alone would give.
+    DAPO's rule decides which groups are useful (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the
+    number of right answers, 0 < right < G, not on rewards. A group of right answers that differ only in length
+    penalties is filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of
+    useful groups, and has no fillers. Here a step that has spent its prompts takes equal groups as fillers, and
+    `fillers` names them. The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that no
+    objective trains on it. The tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's
+    tokens belong to fillers, the policy gradient is half of what the useful half would give without them.
 
-    A batch takes useful groups first, the oldest ones before others, then equal groups, then those of void turns.
+    A batch takes useful groups first, the oldest ones before others, then equal groups, then groups of void turns.
 
-    The groups of a batch may differ in size. `on_group_end`, where a trainer sets it, is told the uid of each training
-    group that ended, and `acc` of those of its rollouts that no infrastructure failure hit.
+    The groups of a batch may differ in size. If a trainer sets `on_group_end`, it is called with the uid of each
+    training group that ended, and the `acc` of those of its rollouts that no infrastructure failure hit.
 
     Args:
         sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
-            answer is left out like a failed one (true), or of the loss alone (`loss`: it stays in the baseline, as in
-            SimpleTIR, arXiv:2509.02479), or trained on (false); `resample`, whether twice the responses are generated
-            and half of them kept, and how (`paper` or `code`: objectives/grpo_roc.py), or null;
+            answer is left out like a failed one (true), only left out of the loss (`loss`: it stays in the baseline, as
+            in SimpleTIR, arXiv:2509.02479), or trained on (false); `resample`, whether twice the responses are
+            generated and half of them kept, and how (`paper` or `code`: objectives/grpo_roc.py), or null;
             `max_staleness`, how many versions the oldest token of a response may be behind the servers' weights, or
-            null: an older response is left out like a failed one, also where it aged while its group waited;
+            null: an older response is left out like a failed one, even if it aged while its group waited;
             `keep_surplus` (default false), whether useful groups that a step of the mode `sync` did not need wait for
-            the next one, as long as verl's `max_off_policy_threshold` allows: a step more is a version more, and 1
-            allows none. They are in no checkpoint: after a resume their prompts come again in the next epoch; and
+            the next one, as long as verl's `max_off_policy_threshold` allows: each step adds a version, and 1 allows
+            none. No checkpoint contains them: after a resume their prompts come again in the next epoch; and
             `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
-            equality makes a group useless, `max_num_gen_batches` the most prompts of a step, in train batches.
+            equality makes a group useless, and `max_num_gen_batches` the most prompts of a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1, another of them is none of its values, or a key is none of `KEYS`.
-            By `sample`, too: an agent loop gave several outputs for a rollout.
+        ValueError: `max_num_gen_batches` is below 1, another setting has a value that is not allowed, or a key is not
+            in `KEYS`. `sample` also raises it if an agent loop gave several outputs for a rollout.
     """
 
     KEYS = frozenset("filter_groups keep_surplus max_staleness poll_interval_s resample void_turn_filter".split())
@@ -117,19 +117,19 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 f"sampler_kwargs has keep_surplus=true and max_off_policy_strategy={strategy!r}, max_off_policy_"
                 f"threshold={threshold!r}, by which no group is ever too old; expected drop, and a number."
             )
-        # In `separate_async` a step takes so many batches, and verl averages what they log by the rollouts that each
-        # trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So the last of them alone logs, of all together.
+        # In `separate_async` a step takes this many batches, and verl averages what they log, weighted by the rollouts
+        # that each trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So only the last one logs, for all of them.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
-        self._batches = 0  # of the step that have been taken
-        self._of_step = StepCounts()  # of these batches
+        self._batches = 0  # taken so far in this step
+        self._of_step = StepCounts()  # counts of these batches
         self.keep_rate = 1.0
         self._groups: dict[str, EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
         # Since the last batch was taken:
         self._counts = StepCounts()
         self._limit = math.inf  # groups that may fail before a batch is taken
         self._spare_limit = math.inf  # groups that may be replaced as EQUAL or VOID before a batch is taken
-        self._replaced = 0  # such groups
-        self._is_spent = False  # whether more have ended
+        self._replaced = 0  # number of groups replaced as EQUAL or VOID
+        self._is_spent = False  # whether more such groups have ended than may be replaced
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self.left_out: dict[str, str] = {}  # key -> why a rollout of its groups is not in the loss
@@ -144,13 +144,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         """Wait for `batch_size` prompt groups and take them.
 
         Returns:
-            The trajectories of the groups, and metrics: with the last batch of a step those of the step (`StepCounts`),
-            with each what verl or the mode `sync` adds to them; none in validation.
+            The trajectories of the groups, and metrics: those that verl or the mode `sync` adds, and with the last
+            batch of a step also those of the step (`StepCounts`); none in validation.
         Raises:
             RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed, as when the sandbox is down.
             NothingStored: all rollouts of a validation raised.
         """
-        if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
+        if partition_id == "val":  # all groups, including failed ones: the reward manager marked their samples
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
             if not batch.keys:  # verl would read an empty batch
                 remedy = REMEDIES[RolloutEnd.RAISED]
@@ -163,7 +163,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._counts.fillers = len(self.fillers)
         self._of_step += self._counts
         ends = self._counts.ends
-        del ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
+        del ends[PromptEnd.OPEN]  # not decided yet, or counted under their final end
         logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(ends))
         self._counts, self._replaced, self._is_spent = StepCounts(), 0, False
         self._batches += 1
@@ -173,33 +173,33 @@ class DapoReplayBuffer(ReplayBufferAsync):
         return batch, metrics
 
     def take_ended(self) -> Ended:
-        """What ended since the last call, for the trainer's `ExclusionWatch`."""
+        """Return what ended since the last call, for the trainer's `ExclusionWatch`."""
         ended, self._ended = self._ended, Ended()
         return ended
 
     def take_prompt_ends(self) -> tuple[dict[str, PromptEnd], set[str]]:
-        """For the trainer's ledger: what was decided since the last call, and which ended groups are in the queue."""
+        """Return, for the trainer's ledger, the ends decided since the last call and the ended groups in the queue."""
         ends, self._prompt_ends = self._prompt_ends, {}
         return ends, set(self._groups)
 
     def take_fates(self) -> dict[str, Counter[str]]:
-        """For the trainer's ledger: uid -> `RolloutFate`, with why -> rollouts of the prompts that ended since the last
-        call; none where a rollout raised.
+        """Return, for the trainer's ledger, the fates of the prompts that ended since the last call, by uid:
+        `RolloutFate` with its reason -> number of rollouts. A prompt of which a rollout raised has none.
         """
         fates, self._fates = self._fates, {}
         return fates
 
     @property
     def num_kept(self) -> int:
-        """Useful groups of earlier steps that wait for the next batch."""
+        """Number of useful groups of earlier steps that wait for the next batch."""
         return len(self._uids(PromptEnd.SURPLUS))
 
     def num_to_submit(self, batch_size: int) -> int:
-        """Prompts with which a step of the mode `sync` begins: those of a batch, less the groups that wait for it."""
+        """Return how many prompts a step of the mode `sync` submits first: a batch less the groups that wait for it."""
         return max(batch_size - self.num_kept, 0)
 
     def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        submitted = self.num_to_submit(batch_size)  # by the trainer, before it called
+        submitted = self.num_to_submit(batch_size)  # by the trainer, before this call
         limit = self.max_gen_batches * batch_size
         last_debug_time = time.time()
         while True:
@@ -209,7 +209,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             useful, failed = self._uids(*_USEFUL), self._counts.ends[PromptEnd.FAILED]
             stop_if_most_failed(failed, self._counts.seen, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
-            # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
+            # Submit enough to fill the batch, plus one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
             margin = math.sqrt(in_flight * self.keep_rate * (1 - self.keep_rate))
             missing = math.ceil((batch_size + margin - expected) / max(self.keep_rate, _MIN_KEEP_RATE))
@@ -245,11 +245,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
         return self._materialize_batch(partition_id, selected, snapshot), metrics
 
     # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
-    # `sample`. All three evict what `_terminal_eviction_reasons` names, and refill one by one.
+    # `sample`. All three evict the groups that `_terminal_eviction_reasons` names, and refill one by one.
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
         self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf
-        self._spare_limit = self._limit - target_count  # the batch itself is generated, too
+        self._spare_limit = self._limit - target_count  # the batch itself also has to be generated
         return super().wait_for_sampleable(global_steps, partition_id, target_count)
 
     def _terminal_eviction_reasons(
@@ -292,9 +292,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._prompt_ends[uid], self._fates[uid] = self._groups[uid].end, self._groups[uid].fates()
 
     def _classify(self, partition_id: str, global_steps: int) -> None:
-        """Look at the groups that ended since the last look, and at the age of all that wait.
+        """Judge the groups that ended since the last call, and the age of all that wait.
 
-        In step s the servers have the weights of step s - 1, which is their version, also where a step has several
+        In step s the servers have the weights of step s - 1, which is their version, even if a step has several
         updates (`parameter_sync_step`).
         """
         self._version = global_steps - 1
@@ -302,7 +302,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
         rows: dict[str, list[tuple[str, dict, str | None]]] = {uid: [] for uid in sorted(ended)}
         lost: dict[str, Counter[str]] = {uid: Counter() for uid in ended}
-        # Of a rollout that raised, the queue may hold a key without data or tag; tags are set after the data.
+        # If a rollout raised, the queue may hold its key without data or tag; tags are set after the data.
         tags = self.partitions[partition_id].items()
         keys = [key for key, tag in tags if (uid := key.split("_")[0]) in ended and (tag or uid not in raised)]
         if keys:
@@ -324,11 +324,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 metric=self.filter_metric,
                 void_turn_filter=self.void_turn_filter,
                 resample=self.resample,
-                rng=random.Random(uid),  # the same in a run that is resumed
+                rng=random.Random(uid),  # the same in a resumed run
             )
         first_seen = rows.keys() - self.seen_before.keys()
         for uid in rows.keys() & self.seen_before.keys():
-            if (end := self.seen_before[uid]) is not PromptEnd.OPEN:  # decided, perhaps by the age of its rollouts then
+            if (end := self.seen_before[uid]) is not PromptEnd.OPEN:  # decided, perhaps by its rollouts' age then
                 self._groups[uid].end = end
         if self.max_staleness is not None:
             self._drop_too_old(first_seen)
@@ -337,7 +337,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 self._count_group(uid, group, uid in raised, lost[uid])
 
     def _drop_too_old(self, first_seen: set[str]) -> None:
-        """Of all useful groups that wait; those of `first_seen` are not counted yet."""
+        """Drop the rollouts that are too old from all useful waiting groups; `first_seen` ones are not counted yet."""
         for uid in sorted(self._uids(*_USEFUL)):
             group = self._groups[uid]
             self._counts.dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
@@ -352,7 +352,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
     def _count_group(
         self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool, lost: Counter[str]
     ) -> None:
-        """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""
+        """Count a group. `rows`: key, `extra_fields` and exclusion reason of each rollout; empty if one raised."""
         end = self._groups[uid].end
         self._counts.ends[end] += 1
         if end is not PromptEnd.OPEN:
@@ -369,8 +369,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
     ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
-        """As verl's, the oldest first, those of a step in the order of their submission, which is the queue's; but a
-        filler only where no useful group is ready.
+        """Select as verl does, the oldest first, and within a step in submission order, which is the queue's order; but
+        take a filler only if no useful group is ready.
         """
         if partition_id == "val":
             return super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
@@ -395,7 +395,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
                 self.baseline_only |= set(group.void)
-                if uid in useful:  # all of a filler have advantage 0
+                if uid in useful:  # all rollouts of a filler have advantage 0
                     self.left_out |= dict.fromkeys(
                         group.void, "in the baseline of its group, not in the loss: void_turn"
                     )
@@ -409,8 +409,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
 
     def _fill(self, partition_id: str, group: EndedGroup, snapshot: dict[str, dict]) -> None:
-        """Put copies of valid rollouts, drawn at random, in the place of the excluded ones."""
-        sources = self._rng.sample(list(group.valid), len(group.excluded))  # there are more: none is taken twice
+        """Replace the excluded rollouts by copies of valid ones, drawn at random."""
+        sources = self._rng.sample(list(group.valid), len(group.excluded))  # more valid than excluded: none twice
         copies = copy_rollouts(partition_id, sources, snapshot)
         self.baseline_only |= {copy for copy, source in zip(copies, sources, strict=True) if source in group.void}
         remove(partition_id, list(group.excluded), snapshot)

@@ -1,11 +1,11 @@
-"""The actor's forward pass without what no loss needs: each prompt once for its group, logits for responses alone.
+"""The actor's forward pass without what no loss needs: each prompt once for its group, logits only for responses.
 
     actor_rollout_ref.model: {use_fused_kernels: true, fused_kernel_options: {impl_backend: shared_prompt}}
 
 In SFT the same keys of `model` leave out logits without loss. Log-probs and gradients are those of the plain pass: a
 causal model gives equal prefixes equal hidden states. A token of a response attends to the keys of its prompt, wherever
 in the packed batch that prompt was computed (flash-attention: fewer queries than keys, aligned at the end). The more
-of a group is in one micro-batch, the more is saved: `use_dynamic_bsz: false` with micro-batches of whole groups.
+of a group is in one micro-batch, the larger the saving: use `use_dynamic_bsz: false` and micro-batches of whole groups.
 
 Log-probs of tokens that no loss or metric reads are 0.
 """
@@ -26,7 +26,7 @@ MODEL_TYPES = DENSE  # attention in every layer, and logits that are `lm_head(hi
 
 
 class Packing(NamedTuple):
-    """How sequences lie in a batch where equal prompts are computed once. T tokens before, U of them computed."""
+    """Layout of a batch in which equal prompts are computed once: U of its T tokens are computed."""
 
     kept: Tensor  # int64[U], their places among the T
     source: Tensor  # int64[T], for each of the T its place among the U
@@ -38,7 +38,7 @@ class Packing(NamedTuple):
 
 
 def pack(input_ids: Tensor, lengths: list[int], prompt_lengths: list[int]) -> Packing:
-    """The first response to a prompt keeps it; a further one is a segment of its response, with that prompt's keys.
+    """Pack sequences: the first response to a prompt keeps it, a further one is only a segment with that prompt's keys.
 
     Args:
         input_ids: int64[T], the sequences one after the other.
@@ -83,12 +83,12 @@ def log_probs_of_rows(
     rows: Tensor,
     prompt_lengths: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the labels at `rows`, and entropies in nats, [R] each.
+    """Return log-probs of the labels at `rows`, and entropies in nats, [R] each.
 
     Args:
         model: a causal LM of MODEL_TYPES, with attention that knows `key_places`.
         input_ids, position_ids, labels: int64[1, T]; each sequence's positions start with 0.
-        rows: int64[R], the places whose next token's log-prob is asked for.
+        rows: int64[R], the places whose next token's log-prob is requested.
         prompt_lengths: tokens of each sequence's prompt; None: no sequence shares anything.
     """
     shared = {}
@@ -119,7 +119,7 @@ def forward(
     prompt_lengths: list[int] | None = None,
     **_: Any,
 ) -> Any:
-    """In the place of a causal LM's `forward`, as verl/models/transformers/dense_common.py:76 is (0.9.1).
+    """Replace a causal LM's `forward`, as verl/models/transformers/dense_common.py:76 does (0.9.1).
 
     Returns:
         `log_probs` and `entropy`, [1, T], 0 outside `rows`: those of `log_probs_of_rows`.
@@ -135,7 +135,7 @@ def forward(
 def attend_to_places(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, key_places: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """transformers' attention with flash-attention 2, on keys and values [1, heads, U, head dim] at `key_places`."""
+    """Call transformers' flash-attention 2 on keys and values [1, heads, U, head dim] at `key_places`."""
     from transformers.integrations.flash_attention import flash_attention_forward
 
     if key_places is not None:
@@ -147,7 +147,7 @@ def add_backend(monkey_patch: ModuleType) -> None:
     """verl/models/transformers/monkey_patch.py:237 `patch_forward_with_backends` (0.9.1) skips names it does not know.
 
     Raises, in a run that names this backend:
-        ValueError: the model is none of those whose forward pass is known.
+        ValueError: the model is not one whose forward pass is known.
     """
     require_versions(VERL, "verl_ext/trainer/shared_prompt.py")
     patch = monkey_patch.patch_forward_with_backends
@@ -172,7 +172,7 @@ def add_backend(monkey_patch: ModuleType) -> None:
 
 @functools.cache
 def name_rows() -> None:
-    """verl/workers/engine/fsdp/transformer_impl.py:1145 (0.9.1): say to `forward` where responses are; once a process.
+    """verl/workers/engine/fsdp/transformer_impl.py:1145 (0.9.1): tell `forward` where responses are; once a process.
 
     Raises, in a run that names the backend:
         ValueError: padding is not removed, or Ulysses splits sequences.

@@ -1,7 +1,7 @@
-"""Updates that were skipped because the norm of their gradient is no finite number: counted, told, and an end at last.
+"""Updates skipped because the norm of their gradient is not finite: they are counted, reported, and finally end a run.
 
-verl 0.9.1 leaves the weights as they are, prints a line in the log of a worker, and goes on
-(workers/engine/fsdp/transformer_impl.py:822). A run all of whose updates are skipped would end well, having learned
+verl 0.9.1 leaves the weights as they are, prints a line in the log of a worker, and continues
+(workers/engine/fsdp/transformer_impl.py:822). A run all of whose updates are skipped would end normally, having learned
 nothing.
 """
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 NORM = "grad_norm"
-# After `actor/`, `critic/` or `train/`; of a step. verl adds up what has "total" in its name (trainer/ppo/v1/utils.py).
+# After `actor/`, `critic/` or `train/`; per step. verl sums metrics with "total" in the name (trainer/ppo/v1/utils.py).
 UPDATES, SKIPPED = "updates_total", "skipped_updates_total"
-MOST_STEPS = 3  # in a row that may have skipped updates only
-MOST_STEPS_FP16 = 20  # whose loss is scaled: a skipped update halves the scale, which begins with 2^16
+MOST_STEPS = 3  # in a row that may have only skipped updates
+MOST_STEPS_FP16 = 20  # its loss is scaled: a skipped update halves the scale, which starts at 2^16
 
 
 def count_skipped(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
-    """`UPDATES` and `SKIPPED` of each role that has norms in the metrics of a batch, a list of one for each update."""
+    """Count `UPDATES` and `SKIPPED` of each role whose norms, one per update, are in a batch's metrics."""
     counts = {}
     for name, norms in metrics.items():
         if name.endswith(f"/{NORM}"):
@@ -38,7 +38,7 @@ def count_skipped(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def replace_in(trainer_base: ModuleType) -> None:
     """trainer/ppo/v1/trainer_base.py (0.9.1): :1822 and :1863 take the mean of the norms of a batch's updates, which is
-    NaN if one is. Here they are counted before."""
+    NaN if one is. Here they are counted first."""
     require_versions(VERL, "verl_ext/trainer/skipped_updates.py")
     verls = trainer_base.reduce_metrics
     trainer_base.reduce_metrics = functools.wraps(verls)(lambda metrics: verls(metrics | count_skipped(metrics)))
@@ -55,7 +55,7 @@ class SkippedUpdates:
         """Warn of skipped updates among a step's metrics.
 
         Raises:
-            RuntimeError: it is one step too many that had no other ones.
+            RuntimeError: too many steps in a row had only skipped updates.
         """
         for name in [name for name in metrics if name.endswith(f"/{SKIPPED}")]:
             role = name.removesuffix(f"/{SKIPPED}")
@@ -77,7 +77,7 @@ class SkippedUpdates:
 
 
 def watch_sft(tracking: ModuleType) -> None:
-    """verl/utils/tracking.py (0.9.1): `Tracking`, by which trainer/sft_trainer.py tells the norm of each update."""
+    """verl/utils/tracking.py (0.9.1): watch `Tracking`, to which trainer/sft_trainer.py passes each update's norm."""
     require_versions(VERL, "verl_ext/trainer/skipped_updates.py")
     init, log = tracking.Tracking.__init__, tracking.Tracking.log
 

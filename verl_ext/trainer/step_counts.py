@@ -1,6 +1,6 @@
-"""What ended while a step's batches were taken, and the step's metrics of it.
+"""Counts of what ended while a step's batches were taken, and the step's metrics.
 
-The sampler (sampler.py) counts; nothing is decided here.
+The sampler (sampler.py) counts; this module decides nothing.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy di
 
 @dataclass
 class StepCounts:
-    """Training groups and rollouts, of one batch or of several."""
+    """Training groups and rollouts of one batch or several."""
 
     seen: Ended = field(default_factory=Ended)
     judged: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of rollouts that were not failed
     ends: Counter = field(default_factory=Counter)  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
-    aged: int = 0  # groups that were useful when they ended, and are not since their oldest rollouts were left out
+    aged: int = 0  # groups that were useful when they ended, but no longer without their oldest rollouts
     dropped_as_stale: int = 0  # rollouts
     ages: list[int] = field(default_factory=list)  # in versions, of the useful rollouts that were taken
     filled: int = 0  # groups that were taken and had failed or stale rollouts
@@ -44,18 +44,18 @@ class StepCounts:
         return sum(self.ends[end] for end in REPLACEABLE)
 
     def keep_rate(self) -> float | None:
-        """Share of the useful groups among those that ended, neither failed nor too old; None where there is none.
+        """Return the share of useful groups among those that ended neither failed nor too old; None if there are none.
 
-        A group counts once, as what it was when it ended.
+        A group counts once, with its state when it ended.
         """
         useful = self.ends[PromptEnd.OPEN]
         ended = useful + self.num_replaceable() - self.aged
         return useful / ended if ended else None
 
     def metrics(self) -> dict[str, float]:
-        """`train/`, `tool/`, `turn/`, `finish/`, `failure/`, `filter_groups/`, `staleness/`.
+        """Return metrics of `train/`, `tool/`, `turn/`, `finish/`, `failure/`, `filter_groups/` and `staleness/`.
 
-        Left out is what there is no case of: `keep_rate`, say, where no group ended.
+        A metric without any case is left out, such as `keep_rate` if no group ended.
         """
         failed, keep_rate = float(self.ends[PromptEnd.FAILED]), self.keep_rate()
         metrics = {
@@ -65,7 +65,7 @@ class StepCounts:
             "failure/groups_filled": float(self.filled),
             **{f"failure/{reason}": float(self.seen.excluded[reason]) for reason in EXCLUSIONS},
             "staleness/dropped": float(self.dropped_as_stale),
-            **tool_metrics([rollout for rollout in self.judged if "tool_use" in rollout]),  # not of others' loops
+            **tool_metrics([rollout for rollout in self.judged if "tool_use" in rollout]),  # not from others' loops
         }
         if keep_rate is not None:
             metrics["filter_groups/keep_rate"] = keep_rate
@@ -75,6 +75,6 @@ class StepCounts:
         if self.judged:
             metrics["train/acc"] = float(np.mean([rollout["reward_extra_info"]["acc"] for rollout in self.judged]))
         for name, key in (("truncation_rate", "truncated"), ("model_tokens", "response_tokens")):
-            if values := [rollout[key] for rollout in self.judged if key in rollout]:  # another's loop tells none
+            if values := [rollout[key] for rollout in self.judged if key in rollout]:  # others' loops report none
                 metrics[f"train/{name}"] = float(np.mean(values))
         return metrics

@@ -1,6 +1,6 @@
-"""In the actor's processes: what the loss had of the responses that are recorded, and did with them.
+"""Reports from the actor's processes: what the loss received for the recorded responses, and what it did with them.
 
-`log_prob` is the one of the update itself, before its optimiser step: no further pass is needed. The ratio follows
+`log_prob` is that of the update itself, before its optimiser step, so no additional pass is needed. The ratio follows
 from it.
 """
 
@@ -23,7 +23,7 @@ from verl_ext.versions import VERL, require_versions
 
 
 def note_losses(losses: ModuleType) -> None:
-    """verl/workers/utils/losses.py:58 (0.9.1): `ppo_loss` tells the recorder of the responses that are marked."""
+    """verl/workers/utils/losses.py:58 (0.9.1): `ppo_loss` reports the marked responses to the recorder."""
     require_versions(VERL, "verl_ext/trainer/token_notes.py")
     verls = losses.ppo_loss
 
@@ -62,7 +62,7 @@ def _tell(config: Any, log_prob: Tensor, data: Any, records: Tensor, noted: list
 
 
 def _verls(config: Any, log_prob: Tensor, data: Any) -> tuple[str, Tensor]:
-    """What verl's own `vanilla` loss does, which objectives/ppo.py has too; unknown of its other losses."""
+    """Return what verl's own `vanilla` loss does, which objectives/ppo.py also has; unknown for its other losses."""
     if config.policy_loss.get("loss_mode", "vanilla") != "vanilla":
         return "", torch.full_like(log_prob, UNKNOWN, dtype=torch.int8)
     padded = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
@@ -74,4 +74,4 @@ def _verls(config: Any, log_prob: Tensor, data: Any) -> tuple[str, Tensor]:
 
 
 _recorder = functools.cache(recorder.find)
-_sending_s = 0.0  # CPU time of the newest message, which the next one tells
+_sending_s = 0.0  # CPU time of the newest message, which the next one reports

@@ -1,7 +1,7 @@
 """When a run validates, and on how much: frequency by phase of training, and a light form of most validations.
 
-Both decide from the step alone, so a resumed run validates where an unbroken run would. The numbers in the configs are
-recommendations of the write-up of the published run ("Dynamic Adjustment of Validation Strategy",
+Both depend only on the step, so a resumed run validates at the same steps as an uninterrupted one. The numbers in the
+configs are those that the write-up of the published run recommends ("Dynamic Adjustment of Validation Strategy",
 bojieli/ai-agent-book@99cee91, chapter7/retool/README.md).
 """
 
@@ -18,7 +18,7 @@ from verl_ext.settings.checks import in_phase
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """Which steps have a validation, and which of these a light one. `test_freq` is verl's, without schedule."""
+    """Plan of the steps with a validation, and of the light ones. `test_freq` is verl's, used without a schedule."""
 
     test_freq: int
     schedule: ValidationSchedule | None = None
@@ -33,7 +33,7 @@ class ValidationPlan:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether the run validates after this step; after its last step it always does."""
+        """Tell whether the run validates after this step; after its last step it always does."""
         every = in_phase(self.schedule.phases, step) if self.schedule else self.test_freq
         return step % every == 0 or (self.light is not None and step % self.light.full_every == 0)
 
@@ -42,14 +42,14 @@ class ValidationPlan:
 
 
 def light_batches(dataset: Dataset, light: LightValidation, collate_fn: Callable[[list], dict]) -> list[dict[str, Any]]:
-    """In the place of verl's loader: one batch, a fixed part of the problems, each with its number of responses."""
+    """Return a stand-in for verl's loader: one batch of a fixed part of the problems, `light.n` responses each."""
     count = min(light.problems, len(dataset))
     batch = collate_fn([dataset[i * len(dataset) // count] for i in range(count)])
     return [batch | {"__rollout_n__": np.array([light.n] * count, dtype=object)}]
 
 
 def as_light(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of a light validation under names of their own: their problems are others than those of a full one."""
+    """Return a light validation's metrics under separate names: its problems differ from those of a full one."""
     return {
         name.replace("val-core/", "val-light/").replace("val-aux/", "val-light-aux/"): v for name, v in metrics.items()
     }

@@ -1,8 +1,8 @@
-"""The FSDP engine with one more learning-rate schedule; `lr_schedule.py` imports, and so registers, it.
+"""The FSDP engine with one more learning-rate schedule; `lr_schedule.py` imports it, which registers it.
 
-verl's registry asks for an engine of this machine's vendor before it takes the general engine
-(workers/engine/base.py:413, 0.9.1). It has no vendor's engine for FSDP: our engine takes that place. An engine of
-another kind refuses "wsd" by itself.
+verl's registry looks for an engine of this machine's vendor before it takes the general engine
+(workers/engine/base.py:413, 0.9.1). It has no vendor engine for FSDP, so ours takes that place. Engines of other kinds
+refuse "wsd" themselves.
 """
 
 import os
@@ -23,7 +23,7 @@ from verl_ext.trainer.lr_schedule import wsd_steps
     vendor=os.getenv("VERL_ENGINE_VENDOR") or get_vendor(),
 )
 class WSDEngineWithLMHead(FSDPEngineWithLMHead):
-    """See `ScheduledOptimizerConfig`."""
+    """Engine of `ScheduledOptimizerConfig`, which describes the schedule."""
 
     def _build_lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         config = self.optimizer_config

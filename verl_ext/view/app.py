@@ -1,8 +1,8 @@
-"""The pages: which address shows what, and who may ask for it. `ROUTES` at the end has all of them.
+"""The pages of the viewer, their addresses, and who may request them. `ROUTES` at the end lists all of them.
 
-Everything is read when it is asked for, so that a run that trains shows its newest step. Pages load nothing but their
-own files (Content-Security-Policy), text is escaped by the templates, and a request that names another host than the
-loopback address, as a page of the web could send by DNS rebinding, is refused.
+Everything is read on request, so that a run in training shows its newest step. Pages load only their own files
+(Content-Security-Policy) and templates escape text. A request that names a host other than the loopback address, as a
+web page could send by DNS rebinding, is refused.
 """
 
 import json
@@ -52,7 +52,7 @@ STYLES, SCRIPTS = (*charts.STYLES, STATIC / "view.css"), (*charts.SCRIPTS, STATI
 
 
 async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
-    """Refuses other hosts, and puts HEADERS on every answer."""
+    """Refuse other hosts, and put HEADERS on every answer."""
     # Browsers leave :80 out.
     hosts = [f"{name}:{request.app.state.port}".removesuffix(":80") for name in (HOST, "localhost")]
     if request.headers.get("host") in hosts:
@@ -64,7 +64,7 @@ async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
 
 
 def overview(request: Request) -> Response:
-    """The run page: curves of all runs, and what is wrong with each; `seen`: what was there before it was made."""
+    """Show the run page: curves of all runs, and each run's problems. `seen`: the runs' state before it was made."""
     seen = state(request).body.decode()
     shown = [(run.name, run.number, run.metrics()) for run in request.app.state.runs]
     beside = request.query_params.get("published")
@@ -77,14 +77,14 @@ def state(request: Request) -> Response:
 
 
 def diagnose(request: Request) -> Response:
-    """docs/guides/diagnose.md, a line each, so that an alarm can point at one."""
+    """Show docs/guides/diagnose.md line by line, so that an alarm can point at a line."""
     if not curves.DIAGNOSE.is_file():
         raise HTTPException(404, "docs/guides/diagnose.md is not beside this installation. It is in the repository.")
     return page(request, "diagnose.html", lines=curves.DIAGNOSE.read_text(encoding="utf-8").splitlines())
 
 
 def open_step(request: Request) -> Response:
-    """The records of a step, or those of the nearest step that has some."""
+    """Redirect to the records of a step, or to those of the nearest step that has some."""
     run, step = run_of(request), request.path_params["step"]
     files, asked = run.files(), f"step_{step:06d}"
     found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in files]
@@ -97,7 +97,7 @@ def open_step(request: Request) -> Response:
 
 
 def step_page(request: Request) -> Response:
-    """A row per group with a dot per sample; of all steps where none is named."""
+    """Show a row per group with a dot per sample, for one step, or for all steps if none is named."""
     run = run_of(request)
     key = key_of(request, run) if "key" in request.path_params else None
     filters = {name: value for name in data.FILTERS if (value := request.query_params.get(name, ""))}
@@ -113,7 +113,7 @@ def step_page(request: Request) -> Response:
 
 
 def group_page(request: Request) -> Response:
-    """The samples of a prompt, side by side."""
+    """Show the samples of a prompt side by side."""
     run, key, rows = group_of(request)
     two = [sample_of(rows, request.query_params[name]) for name in ("a", "b") if name in request.query_params]
     diff = group.diff(*two) if len(two) == 2 else None
@@ -121,11 +121,11 @@ def group_page(request: Request) -> Response:
 
 
 def sample_page(request: Request) -> Response:
-    """One response: why it got its reward, what it says, and what became of each token."""
+    """Show one response: why it got its reward, what it says, and how each token was trained."""
     run, key, rows = group_of(request)
     row = sample_of(rows, request.query_params.get("session"))
     if request.query_params.get("raw"):
-        # What is no number is null, and what turns or hides text is escaped.
+        # A value that is not a number becomes null, and characters that reverse or hide text are escaped.
         return PlainTextResponse(json.dumps(msgspec.json.decode(msgspec.json.encode(row)), indent=1))
     sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
     told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", [key])
@@ -135,7 +135,7 @@ def sample_page(request: Request) -> Response:
 
 
 def timeline_page(request: Request) -> Response:
-    """A step's time; as `timeline.json` in Chrome's trace format."""
+    """Show a step's time; `timeline.json` is in Chrome's trace format."""
     run = run_of(request)
     key = key_of(request, run)
     rows = timeline.intervals(run, key)
@@ -146,12 +146,12 @@ def timeline_page(request: Request) -> Response:
 
 
 def eval_file(request: Request) -> Response:
-    """The rollouts of a run in inspect_ai's form."""
+    """Send the rollouts of a run in inspect_ai's format."""
     run = run_of(request)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.eval"
         export.write_eval(run, list(run.files()), path)
-        file, size = path.open("rb"), path.stat().st_size  # it is read to its end though its name is gone
+        file, size = path.open("rb"), path.stat().st_size  # it can be read to its end after its name is gone
     headers = {"Content-Disposition": 'attachment; filename="run.eval"', "Content-Length": str(size)}
     return StreamingResponse(iter(partial(file.read, 1 << 20), b""), headers=headers, media_type="application/zip")
 
@@ -167,7 +167,7 @@ def problem_page(request: Request) -> Response:
 
 
 def problems_page(request: Request) -> Response:
-    """Two sides on the problems that both have, for example the first and the last validation."""
+    """Compare two sides on the problems that both have, for example the first and the last validation."""
     offered = {f"{run.number}:{side}": (run, side) for run in request.app.state.runs for side in problems.sides(run)}
     chosen = [offered.get(request.query_params.get(name, "")) for name in ("a", "b")]
     again = all(chosen) and chosen[0][0] is chosen[1][0] and {side for _, side in chosen} == {"first", "last"}
@@ -186,7 +186,7 @@ def problems_page(request: Request) -> Response:
 
 
 def page(request: Request, template: str, **values: Any) -> Response:
-    """A page; with `?export=1` a file that holds all that it needs and links to nothing."""
+    """Return a page; with `?export=1`, as a file that holds all that it needs and links to nothing."""
     exported, whole = request.query_params.get("export"), request.url.include_query_params(export=1)
     values |= {"query": request.query_params, "path": request.url.path, "exported": exported}
     values["file"] = f"{request.url.path}?{whole.query}"
@@ -201,14 +201,14 @@ def page(request: Request, template: str, **values: Any) -> Response:
 
 
 def _unlinked(link: re.Match) -> str:
-    """What a link says, without it; a name that a dot has is read of an image alone."""
+    """Return a link's content without the link; a labelled dot becomes an image, or its label would not be read."""
     before, after, said = link.groups()
     role = ' role="img"' if "aria-label=" in before + after else ""
     return f"<span{role}{before}{after}>{said}</span>"
 
 
 def refuse(request: Request, error: Exception) -> Response:
-    """What was wrong with a request; an error of ours is named, and its traceback is where the command runs."""
+    """Show what was wrong with a request; an error of ours is named, and the command's terminal has its traceback."""
     status, message = 500, f"The viewer failed ({type(error).__name__}: {error}). Its command has the traceback."
     if isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
@@ -243,7 +243,7 @@ def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
     run = run_of(request)
     key, uid = key_of(request, run), request.query_params.get("uid", "")
     if not (rows := run.ask("SELECT * FROM records WHERE uid = $uid ORDER BY session", {"uid": uid}, keys=[key])):
-        refuse_damaged(run, key)  # which may have been found by this query
+        refuse_damaged(run, key)  # this query may have found the damage
         raise HTTPException(404, f"{data.label(key)} of {run.name} has no group {uid!r}.")
     return run, key, [data.without_holes(row) for row in rows]
 
@@ -255,7 +255,7 @@ def sample_of(rows: Sequence[dict[str, Any]], session: str | None) -> dict[str, 
 
 
 def address(path: str, **query: Any) -> str:
-    """An address of this viewer; what is None is left out."""
+    """Return an address of this viewer; parameters that are None are left out."""
     return f"{path}?{urlencode({name: value for name, value in query.items() if value is not None})}"
 
 
@@ -299,7 +299,7 @@ ROUTES = {
 
 
 def create_app(runs: Sequence[data.Run], port: int) -> Starlette:
-    """The viewer of these runs; `port` is the one that browsers name in `Host`."""
+    """Return the viewer of these runs; `port` is the one that browsers name in `Host`."""
     static = StaticFiles(directory=STATIC, packages=[("verl_ext.plots", "static")])
     routes = [*(Route(path, show) for path, show in ROUTES.items()), Mount("/static", static)]
     refused = (HTTPException, duckdb.OutOfMemoryException, Exception)

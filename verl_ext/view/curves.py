@@ -1,4 +1,4 @@
-"""The run page: curves grouped by the question that they answer, several runs in one chart, alarms as sentences."""
+"""The content of the run page: curves grouped by question, with several runs in a chart, and alarms as sentences."""
 
 import re
 import statistics
@@ -13,15 +13,15 @@ from verl_ext.plots.charts import Chart, Series
 from verl_ext.runs.metrics import Metrics, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README beside it
+PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README next to it
 DIAGNOSE = REPOSITORY / "docs" / "guides" / "diagnose.md"
 QUESTIONS: dict[str, list[list[str]]] = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8"))
 PUBLISHED_NAMES = {"response_length/clip_ratio": "train/truncation_rate"}  # the published column means this key of ours
 END_STEPS = 5  # at each end of a curve, over which an alarm takes the mean
-RISE, FALL = 0.02, 0.1  # of accuracy: less than the first is flat; more than the second, from its peak, is a fall
+RISE, FALL = 0.02, 0.1  # of accuracy: a smaller rise counts as flat; a larger drop from the peak counts as a fall
 ENTROPY_FALLS = "## Entropy falls"
-# Key, and of the first and the last value: how many values it needs, is it wrong?, sentence, what to look for in
-# docs/guides/diagnose.md.
+# Key, the number of values it needs, whether the first and the last value are wrong, a sentence about these two, what
+# to look for in docs/guides/diagnose.md.
 ALARMS = (
     ("actor/entropy", 4, lambda a, b: b < 0.3 * a, "The entropy collapses: from {:.3g} to {:.3g} nats per token.",
      ENTROPY_FALLS),
@@ -52,7 +52,7 @@ ALARMS = (
 
 
 def published() -> Metrics:
-    """The curves of the published run, under today's keys; without any where the repository's data is not there."""
+    """Return the curves of the published run, under today's keys; none if the repository's data is not there."""
     metrics = read_metrics([PUBLISHED] if PUBLISHED.is_file() else [])
     for step, values in metrics.steps.items():
         metrics.steps[step] = {PUBLISHED_NAMES.get(key, key): value for key, value in values.items()}
@@ -62,7 +62,7 @@ def published() -> Metrics:
 def charts(
     runs: Sequence[tuple[str, int | None, Metrics]], questions: Mapping[str, Sequence[Sequence[str]]] = QUESTIONS
 ) -> dict[str, list[Chart]]:
-    """Question -> charts of the lines of all runs.
+    """Return question -> charts of the lines of all runs.
 
     Args:
         runs: (name, number in the page's addresses or None, metrics) of each.
@@ -81,7 +81,7 @@ def charts(
 
 
 def not_logged(metrics: Metrics) -> list[str]:
-    """The keys of ALARMS of which a run has too few values."""
+    """Return the keys of ALARMS for which a run has too few values."""
     needed = {key: number for key, number, *_ in ALARMS}
     return [key for key, number in needed.items() if len(metrics.curve(key)[1]) < number]
 
@@ -104,7 +104,7 @@ def alarms(metrics: Metrics) -> list[dict[str, Any]]:
 
 
 def normal(metrics: Metrics) -> list[str]:
-    """What would be an alarm in another run, and why it is none in this one: a sentence each."""
+    """Return a sentence for each value that would be an alarm in another run, and why it is none in this one."""
     for key, needed, is_wrong, _, look_for in ALARMS:
         values, rise = metrics.curve(key)[1], _rise(metrics)
         if look_for == ENTROPY_FALLS and len(values) >= needed and is_wrong(*_ends(values)) and rise:
@@ -116,13 +116,13 @@ def normal(metrics: Metrics) -> list[str]:
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and of the last END_STEPS values, or of half of them where they are few."""
+    """Return the means of the first and the last END_STEPS values, or of the two halves if there are few."""
     number = max(1, min(END_STEPS, len(values) // 2))
     return statistics.fmean(values[:number] or [0.0]), statistics.fmean(values[-number:] or [0.0])
 
 
 def _rise(metrics: Metrics) -> tuple[float, float] | None:
-    """First and last accuracy, in training or else in validations, where it rises by RISE and stays near its peak."""
+    """Return first and last accuracy, in training or else validation, if it rises by RISE and stays near its peak."""
     logged = sorted(set().union(*metrics.steps.values()))
     held_out = [key for key in logged if re.fullmatch(r"val-core/.+/acc/mean@\d+", key)]
     for key in ("train/acc", *held_out):

@@ -1,6 +1,6 @@
-"""Questions to the records of a run: SQL over its Parquet files, by DuckDB. A file that cannot be read is named.
+"""Query the records of a run: SQL over its Parquet files, by DuckDB. A file that cannot be read is named.
 
-Columns: verl_ext/records/schema.py. A file of a step is called by its `key`: its name without suffix, "step_000017" or
+Columns: verl_ext/records/schema.py. The `key` of a step's file is its name without suffix, "step_000017" or
 "val_000020".
 """
 
@@ -24,18 +24,18 @@ from verl_ext.runs.folder import NoRun, find_run, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
 from verl_ext.view.evaluation import Evaluation
 
-LIGHT = (  # all but the long texts
+LIGHT = (  # all except the long texts
     "key, uid, session, index, problem, id, domain, score, acc, outcome, outcome_why,"
     " end_reason, exception, len(calls) AS num_calls, coalesce(verdict.normalised, verdict.extracted) AS answer"
 )
-FILES = (  # a folder `domain=math` of a sweep is no column
+FILES = (  # a sweep's folder `domain=math` is not a column
     "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key"
     " FROM read_parquet($paths, filename=true, hive_partitioning=false)"
 )
 PAGE = 200  # groups on a page
-MAX_TRIES = 3  # of a query that no file of its own fails
+MAX_TRIES = 3  # of a query that fails although none of its files makes it fail
 REMOVE = "Remove it, or restore it."
-# In memory, of bounded size, writes no file, fetches nothing from anywhere.
+# The database is in memory, has a bounded size, writes no file, and fetches nothing from anywhere.
 DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True, "temp_directory": ""}
 _OPENING = threading.Lock()
 DATABASE |= dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), False)
@@ -48,7 +48,7 @@ State = tuple[Path, int, int]  # of a file: path, time of its last change (ns), 
 
 
 def state_of(path: Path) -> State | None:
-    """None where it is gone, as retention and a resume remove files while one looks."""
+    """Return a file's state; None if it is gone, because retention and a resume may remove files meanwhile."""
     try:
         return path, (found := path.stat()).st_mtime_ns, found.st_size
     except OSError:
@@ -56,7 +56,7 @@ def state_of(path: Path) -> State | None:
 
 
 def without_holes(row: dict[str, Any]) -> dict[str, Any]:
-    """A rollout in whose lists every turn, call and span is one, of nulls where the file has null."""
+    """Return a rollout in whose lists every turn, call and span is a struct, of nulls if the file has null."""
     return row | {name: [each or dict.fromkeys(names) for each in row[name] or []] for name, names in _PARTS.items()}
 
 
@@ -65,7 +65,7 @@ def step_of(key: str) -> int:
 
 
 def label(key: str) -> str:
-    """What a page calls a file of records: "Step 3" or "Validation, step 3"."""
+    """Return a page's name for a file of records: "Step 3" or "Validation, step 3"."""
     return f"{'Validation, step' if key.startswith('val') else 'Step'} {step_of(key)}"
 
 
@@ -75,8 +75,8 @@ def _connect() -> duckdb.DuckDBPyConnection:
 
 
 def _database() -> duckdb.DuckDBPyConnection:
-    """One for all runs and for requests that come at once: its memory has a bound. A database that a damaged file has
-    ended is replaced."""
+    """Return the one database of all runs and concurrent requests, which bounds the memory. A database that a damaged
+    file has ended is replaced."""
     with _OPENING:
         try:
             _connect().cursor().execute("SELECT 1")
@@ -96,7 +96,7 @@ def _rows(
 
 
 class Run:
-    """A run's folder: its metrics, and its records. An evaluation's is one whose records are made of its samples.
+    """A run's folder: its metrics and its records. For an evaluation, the records are made from its samples.
 
     Raises:
         NoRun: the folder holds no training run and no evaluation.
@@ -109,25 +109,25 @@ class Run:
         self.name, self.number = name, number
         self._broken: dict[State | None, str | None] = {}  # what is wrong with a file
         self._lost: dict[Path, int] = {}  # groups that a file notes as lost
-        self._metrics: tuple[Any, Metrics, list[str]] = None, Metrics({}, set()), []  # as `metrics` leaves it
+        self._metrics: tuple[Any, Metrics, list[str]] = None, Metrics({}, set()), []  # set by `metrics`
 
     @property
     def folder(self) -> Path:
-        """Of a quickstart that was opened in its SFT run, the RL run once there is one; of an evaluation records."""
+        """Return the folder to read: an evaluation's records; for a quickstart's SFT run, its RL run once it exists."""
         if self.evaluation:
             self.evaluation.refresh()
         if self._folder == self._named / "sft":
-            with suppress(NoRun, ValueError):  # a config that cannot be read: the next look tries again
+            with suppress(NoRun, ValueError):  # a config that cannot be read: the next call tries again
                 self._folder = training_folder(self._named, "rl")
         return self._folder
 
     def files(self, kind: str = "trajectories") -> dict[str, Path]:
-        """key -> path of the whole files of a kind, by step."""
+        """Return key -> path of the undamaged files of a kind, by step."""
         paths = [file.path for file in store.files_of(self.folder, kind)]
         return {path.stem: path for path in paths if self._fault_of(path) is None}
 
     def broken(self) -> list[str]:
-        """What is wrong with each file that cannot be read, and what the records lack."""
+        """Return what is wrong with each file that cannot be read, and what the records lack."""
         faults = [fault for _, fault in self.faults("*")]
         self.metrics()
         of_evaluation = self.evaluation.faults if self.evaluation else []
@@ -138,19 +138,19 @@ class Run:
         if lost := sum(self._lost.get(file.path, 0) for file in files):
             yield f"{self.folder} has no record of {lost} groups: the recorder lost them, and the run's log says why."
         recorded = {file.step for file in files if not file.validate}
-        oldest = min(recorded, default=math.inf)  # retention removes what is older
-        steps = self._metrics[1].curve("timing_s/step")[0][:-2]  # the newest may be on their way
+        oldest = min(recorded, default=math.inf)  # retention removes older ones
+        steps = self._metrics[1].curve("timing_s/step")[0][:-2]  # the newest may not have been written yet
         if gaps := [step for step in steps if oldest < step and step not in recorded]:
             what = f"{self.folder} has metrics and no records of {len(gaps)} steps from {gaps[0]} to {gaps[-1]}."
             yield f"{what} The run's log says why, or the run was started again and takes these steps once more."
 
     def faults(self, kind: str = "trajectories") -> list[tuple[str, str]]:
-        """(key, what is wrong) of each file of a kind that cannot be read."""
+        """Return (key, what is wrong) for each file of a kind that cannot be read."""
         paths = [file.path for file in store.files_of(self.folder, kind)]
         return [(path.stem, fault) for path in paths if (fault := self._fault_of(path))]
 
     def _fault_of(self, path: Path, columns: Sequence[str] | None = ()) -> str | None:
-        """What is wrong with a file, "" where it is gone; by its footer, or, with `columns=None`, by all of it."""
+        """Return what is wrong with a file, "" if it is gone; by its footer, or, with `columns=None`, by all of it."""
         try:
             if what := no_file(path):
                 return f"{path} is {what}, and no file of records."
@@ -165,7 +165,7 @@ class Run:
                 return ""
             except parquet.Unreadable as error:
                 fault = str(error)
-            except OSError as error:  # it may pass: the next look asks again
+            except OSError as error:  # it may pass: the next call tries again
                 self._broken.pop(state, None)
                 return f"{path} cannot be read ({error})."
             self._broken[state] = fault
@@ -174,7 +174,7 @@ class Run:
     def ask(
         self, sql: str, values: dict[str, Any] | None = None, kind: str = "trajectories", keys: Any = None
     ) -> list[dict[str, Any]]:
-        """Rows of a query FROM records, which are the files of `keys` (all by default); [] where there is no file.
+        """Return the rows of a query FROM records, the files of `keys` (all by default); [] if there is no file.
 
         A column `key` names the file. A file that proves to be damaged is left out, and is in `broken` from then on.
 
@@ -202,7 +202,7 @@ class Run:
         return []
 
     def _is_answered(self, sql: str, values: dict[str, Any], path: Path) -> bool:
-        """Whether a query is answered from one file; asked of a database of its own, which the file may end."""
+        """Return whether a query works on one file; it uses a separate database, because the file may end it."""
         try:
             with duckdb.connect(config=DATABASE) as database:
                 _rows(database, sql, values, [path])
@@ -217,7 +217,7 @@ class Run:
         return True
 
     def rows(self, key: str) -> Iterator[dict[str, Any]]:
-        """The rollouts of a file, with its `key`, a few in memory at a time; what follows damage is left out."""
+        """Yield the rollouts of a file, with its `key`, a few in memory at a time; what follows damage is left out."""
         path = self.files().get(key)
         try:
             for row in store.stream(path) if path else ():
@@ -228,7 +228,7 @@ class Run:
             self._broken[state_of(path)] = str(error)
 
     def metrics(self) -> Metrics:
-        """The run's curves, as all commands read them; a line that is still being written is left for the next look."""
+        """Return the run's curves, as all commands read them; a line that is still being written is left for later."""
         states = {path: state_of(path) for path in sorted(self.folder.glob("metrics*.jsonl"))}
         if self._metrics[0] != states:
             faults: dict[Path, Exception] = {}
@@ -243,7 +243,7 @@ class Run:
         return self._metrics[1]
 
     def state(self) -> list[Any]:
-        """Changes where a file of the run appears or grows: what a page that is open asks for."""
+        """Return a value that changes if a file of the run appears or grows; an open page polls it."""
         paths = [*(self.folder / store.FOLDER).glob("*/"), *self.folder.glob("metrics*.jsonl")]
         paths = self.evaluation.files if self.evaluation else paths
         return [str(state_of(path)) for path in paths]  # a folder's time changes with its files' names
@@ -261,7 +261,7 @@ MARKS = {
     "failed": ("a call failed", "len(list_filter(calls, lambda c: c.fault IS NOT NULL)) > 0"),
     "out": ("left out of every batch", "NOT validate AND trained_step IS NULL AND outcome <> 'open'"),
     "cut": ("cut by the budget", f"end_reason = '{RolloutEnd.MAX_TOKENS}'"),
-}  # name in a page's address -> what is said of a rollout, condition
+}  # name in a page's address -> description of a rollout, condition
 FILTERS = {
     "outcome": "outcome = $outcome",
     "end": "end_reason = $end",
@@ -275,17 +275,17 @@ FILTERS = {
     " OR contains(c.stderr, $text))) > 0)",  # JSON escapes the code of a call in the turn's text
     **{name: f"${name} <> '' AND {condition}" for name, (_, condition) in MARKS.items()},
 }  # name in a page's address -> condition on a rollout
-_SCORES = "score) FILTER (abs(score) < 1e100)"  # as group.spread: the square of others is no number
+_SCORES = "score) FILTER (abs(score) < 1e100)"  # as in group.spread: the square of others is not finite
 SORTS = {
     "": ("order of the data", "key, first, uid"),
     "low": ("lowest mean score first", f"avg({_SCORES} ASC NULLS LAST, key, first, uid"),
     "high": ("highest mean score first", f"avg({_SCORES} DESC NULLS LAST, key, first, uid"),
     "spread": ("largest spread first", f"stddev_samp({_SCORES} DESC NULLS LAST, key, first, uid"),
-}  # value of `sort` in a page's address -> what it says, ORDER BY
+}  # value of `sort` in a page's address -> label, ORDER BY
 
 
 def groups(run: Run, keys: list[str] | None, filters: dict[str, str], page: int = 0, sort: str = "") -> dict[str, Any]:
-    """The groups with a rollout that meets the filters, PAGE of them, and how many rollouts and groups do.
+    """Return PAGE of the groups with a rollout that meets the filters, and how many rollouts and groups do.
 
     Args:
         sort: of SORTS, over all rollouts of a group.
@@ -318,7 +318,7 @@ def groups(run: Run, keys: list[str] | None, filters: dict[str, str], page: int 
 
 
 def choices(run: Run, keys: list[str] | None) -> dict[str, list[str]]:
-    """The values that a filter offers."""
+    """Return the values that each filter offers."""
     columns = {"outcome": "outcome", "end": "end_reason", "domain": "domain"}
     found = run.ask(f"SELECT DISTINCT {', '.join(columns.values())} FROM records", keys=keys)
     return {name: sorted({row[column] for row in found if row[column]}) for name, column in columns.items()}

@@ -1,7 +1,7 @@
-"""An evaluation's folder as records, which the pages ask: `samples.jsonl`, or verl's dumps `<step>.jsonl`.
+"""Make records for the pages from an evaluation's folder: `samples.jsonl`, or verl's dumps `<step>.jsonl`.
 
-A dump has a response as one text. Turns and calls are what stands between the protocols' tags, so that a reply which
-the model forged looks like a real one; scores were made of tokens, elsewhere.
+A dump has a response as one text. Turns and calls are the text between the protocols' tags, so a reply that the model
+forged looks like a real one; scores are not affected, because they were made from tokens.
 """
 
 import json
@@ -26,10 +26,10 @@ _FAULTS = {str(end): str(end.fault) for end in RolloutEnd}
 
 
 class Evaluation:
-    """Records of an evaluation in a folder of their own, which goes with this process; the evaluation's is only read.
+    """Records of an evaluation in a temporary folder, which goes with this process; the evaluation's is only read.
 
     Attributes:
-        folder: has the records, as a run's folder has them.
+        folder: has the records, in the layout of a run's folder.
         faults: what is wrong with each file that cannot be read.
     """
 
@@ -50,7 +50,7 @@ class Evaluation:
         self.faults.clear()
         for path in seen:
             step = 0 if path.name == SAMPLES else int(path.stem)
-            rows: dict[tuple[str, int], dict[str, Any]] = {}  # of several attempts at a sample the last counts
+            rows: dict[tuple[str, int], dict[str, Any]] = {}  # the last of several attempts at a sample counts
             try:
                 for row in jsonl.read(path, record_of, "a sample of an evaluation, or a row of verl's validation dump"):
                     rows[row["uid"], row["session"]] = row | {"step": step}
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample as a row of the records.
+    """Return a sample as a row of the records.
 
     Raises:
         ValueError: it lacks a key, or has a value of the wrong kind.
@@ -103,9 +103,9 @@ def _turns_and_calls(output: str, *, all_ran_well: bool) -> tuple[list[dict[str,
     replies, end = [*_REPLY.finditer(output)], 0
     for number, reply in enumerate([*replies, None]):
         text = output[end : reply.start()] if reply else output[end:]
-        # Of a hermes reply's message the decoded template leaves the role names.
+        # Decoding leaves the role names of the template's message around a hermes reply.
         text = text.removeprefix("\nassistant\n").removesuffix("\nuser\n")
-        if reply is None or text.strip():  # else it answers another call of the turn before
+        if reply is None or text.strip():  # else it answers another call of the previous model turn
             waiting = [found[2] for found in _CALL.finditer(text)]
             calls += [{"turn": len(turns), "code": _code(said), "status": "not_run"} for said in waiting]
             if text.strip():
@@ -122,7 +122,7 @@ def _turns_and_calls(output: str, *, all_ran_well: bool) -> tuple[list[dict[str,
 
 
 def _code(said: str) -> str:
-    """The program of a call; the call as it is written where it has none."""
+    """Return the program of a call; the call as it is written if it has none."""
     if is_json_object(said):
         arguments = json.loads(said).get("arguments")
         if isinstance(arguments, dict) and isinstance(arguments.get("code"), str):

@@ -1,4 +1,4 @@
-"""A run for other programs: inspect_ai's log (`.eval`), and a step's time in Chrome's trace format."""
+"""Export a run for other programs: inspect_ai's log (`.eval`), and a step's time in Chrome's trace format."""
 
 import shutil
 import tempfile
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from msgspec.json import encode  # what is no number is null
+from msgspec.json import encode  # encodes NaN and infinity as null
 
 from verl_ext.outcome import RolloutEnd
 from verl_ext.view.data import Run
@@ -16,11 +16,11 @@ from verl_ext.view.timeline import lanes
 
 
 def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
-    """Write rollouts as a log of inspect_ai, which `inspect view` opens, a few in memory at a time.
+    """Write rollouts as a log of inspect_ai, which `inspect view` opens, with a few in memory at a time.
 
     Source: the log format, version 2, of inspect_ai 0.3.285: a zip with header.json, summaries.json and a file for each
-    sample. A group is a sample, its rollouts the epochs; one that was not judged has an error and no score. A log that
-    lacks rollouts, as a file of the run is damaged, has the status "error".
+    sample. A group is a sample and its rollouts are the epochs; a rollout that was not judged has an error and no
+    score. A log that lacks rollouts because a file of the run is damaged has the status "error".
 
     Returns:
         The number of rollouts.
@@ -95,7 +95,7 @@ def _error(message: str) -> dict[str, str]:
 
 
 def trace(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A timeline for chrome://tracing and Perfetto: a thread for each row of a lane, times in microseconds.
+    """Return a timeline for chrome://tracing and Perfetto: a thread for each row of a lane, times in microseconds.
 
     Source: Google's "Trace Event Format", complete events ("X") and the metadata of threads' names ("M").
     """

@@ -1,4 +1,4 @@
-"""The samples of a prompt side by side: by answer, two of them as a diff, and one of them as a transcript."""
+"""The samples of a prompt: grouped by answer, two of them as a diff, and one of them as a transcript."""
 
 import difflib
 import itertools
@@ -13,20 +13,20 @@ from verl_ext.view import text
 
 Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
 MAX_LINES = 2000  # of a response, in a diff
-MAX_PAIRS = 200_000  # of equal lines; above, lines that stand everywhere are not looked for: two loops took 28 s
+MAX_PAIRS = 200_000  # of equal lines; above it, frequent lines are not matched: two looping responses took 28 s
 MAX_CHARACTERS = 80_000  # of code and outputs on a page; colours for so much code take .2 s
 
 
 def answer(row: Rollout) -> str:
-    """What was compared with the ground truth; "" where nothing was found in the response."""
+    """Return what was compared with the ground truth; "" if nothing was found in the response."""
     verdict = row["verdict"] or {}
     return verdict.get("normalised") or verdict.get("extracted") or ""
 
 
 def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
-    """(answer, its samples, which are all right or all wrong): right ones first, then by number; a sample that was not
-    judged is in a cluster of its own kind, since its answer says nothing. Right answers are equal, however written, and
-    others where they vote together (reward/votes.py)."""
+    """Return (answer, its samples, which are all right or all wrong), right ones first, then by number. Samples that
+    were not judged have separate clusters, because their answers say nothing. Right answers are equal, however written;
+    others are equal if they vote together (reward/votes.py)."""
     found: dict[tuple[float | None, Any], list[Rollout]] = {}
     for row in rows:
         same = row["acc"] in (None, 1) or vote(answer(row))
@@ -39,14 +39,14 @@ def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
 
 
 def spread(rows: Sequence[Rollout]) -> tuple[float, float] | None:
-    """Mean and sample standard deviation of the judged scores; None for fewer than two finite ones. One beyond 1e100
-    counts as none of these: its square is not."""
+    """Return mean and sample standard deviation of the judged scores; None for fewer than two finite ones. A score
+    beyond 1e100 does not count as finite, because its square is not."""
     scores = [row["score"] for row in rows if row["score"] is not None and abs(row["score"]) < 1e100]
     return (statistics.fmean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
 
 
 def most_shown(rows: Sequence[Rollout]) -> int:
-    """Characters of each text with which the code and the outputs of all samples stay within MAX_CHARACTERS."""
+    """Return how many characters of each text keep the code and outputs of all samples within MAX_CHARACTERS."""
     texts = [call[name] or "" for row in rows for call in row["calls"] or [] for name in ("code", "stdout", "stderr")]
     most = text.MAX_SHOWN
     while sum(min(len(each), most) for each in texts) > MAX_CHARACTERS:
@@ -55,7 +55,7 @@ def most_shown(rows: Sequence[Rollout]) -> int:
 
 
 def rewards(row: Rollout) -> str:
-    """The parts of the reward, `reward_*` of what the manager says; of a manager without them, all."""
+    """Return the parts of the reward: `reward_*` of what the manager reports, or all of it if it has no such parts."""
     try:
         said = json.loads(row["reward_parts"] or "{}")
         parts = {name: value for name, value in said.items() if name.startswith("reward_")} or said
@@ -65,9 +65,9 @@ def rewards(row: Rollout) -> str:
 
 
 def transcript(row: Rollout) -> list[dict[str, Any]]:
-    """The turns, each with `parts`: ("text", passage) or ("code", call), the code where the model wrote it.
+    """Return the turns, each with `parts`: ("text", passage) or ("code", call), the code where the model wrote it.
 
-    A call whose code does not stand in the turn word by word (JSON escapes it) comes after the text.
+    A call whose code does not occur verbatim in the turn (JSON escapes it) comes after the text.
     """
     turns = []
     for number, turn in enumerate(row["turns"] or []):
@@ -83,8 +83,8 @@ def transcript(row: Rollout) -> list[dict[str, Any]]:
 
 
 def diff(left: Rollout, right: Rollout) -> list[tuple[str, str | None, str | None]]:
-    """("same" | "changed", line of the left or None, of the right); ("far", None, None) for lines left out, and ("cut",
-    None, None) at the end where lines beyond MAX_LINES, which are not compared, differ."""
+    """Return ("same" | "changed", line of the left or None, of the right); ("far", None, None) for lines left out, and
+    ("cut", None, None) at the end if lines beyond MAX_LINES, which are not compared, differ."""
     texts = ["".join(turn["text"] or "" for turn in row["turns"] or []).split("\n") for row in (left, right)]
     sides = [lines[:MAX_LINES] for lines in texts]
     rows: list[tuple[str, str | None, str | None]] = []

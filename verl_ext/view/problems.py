@@ -1,4 +1,4 @@
-"""The same problem over time and between runs, and the test of `python -m verl_ext.evaluate` of what changed."""
+"""The same problem over time and between runs, with the test of `python -m verl_ext.evaluate` for what changed."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,7 +9,7 @@ from verl_ext.evaluation.samples import Sample, sample_of
 from verl_ext.view.data import Run, label
 
 DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width
-_LIGHT = (  # what `sample_of` asks for, without texts
+_LIGHT = (  # what `sample_of` needs, without texts
     "uid, session, NULL AS prompt, ground_truth, problem, id, acc, domain, verdict, end_reason, score, model_tokens,"
     " list_transform(calls, lambda c: {'attempts': c.attempts, 'fault': c.fault, 'status': c.status}) AS calls,"
     " list_transform(turns, lambda t: {'role': t.role}) AS turns"
@@ -17,20 +17,20 @@ _LIGHT = (  # what `sample_of` asks for, without texts
 
 
 def sides(run: Run) -> list[str]:
-    """What can be compared: "first" and "last", each problem's first and last draw in training, and the validations."""
+    """Return the sides to compare: "first" and "last", each problem's draws in training, and the validations."""
     keys = list(run.files())
     training = ["first", "last"] if any(key.startswith("step") for key in keys) else []
     return training + [key for key in keys if key.startswith("val")]
 
 
 def named(side: str) -> str:
-    """What a page calls a side."""
+    """Return a page's name for a side."""
     return {"first": "First draw in training", "last": "Last draw in training"}.get(side) or label(side)
 
 
 def samples(run: Run, side: str, *, again: bool = False) -> list[Sample]:
-    """The judged and the failed samples of a side, as an evaluation has them; with `again` only of problems that were
-    drawn in several steps, as the first draw of the others is the last."""
+    """Return the judged and the failed samples of a side, as an evaluation has them; with `again`, only those of
+    problems that were drawn in several steps, because the first draw of the others is also their last."""
     keys, only = [side], ""
     if end := {"first": "min", "last": "max"}.get(side):
         keys = [key for key in run.files() if key.startswith("step")]
@@ -42,9 +42,9 @@ def samples(run: Run, side: str, *, again: bool = False) -> list[Sample]:
 
 
 def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any] | None:
-    """`tables` of verl_ext/evaluation/figures.py, and the `problems` that changed most: name, id, before, after.
+    """Return `tables` of verl_ext/evaluation/figures.py, and the `problems` that changed most: name, id, before, after.
 
-    All of the problems that have judged samples on both sides, `common` of them; None where there is none.
+    Both cover the problems with judged samples on both sides, `common` of them; None if there is none.
     """
     accs: dict[figures.Problem, tuple[list[float], list[float]]] = {}
     for side, rows in enumerate((before, after)):
@@ -62,7 +62,7 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]
 
 
 def prompts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
-    """Problem -> its prompt in one of the runs."""
+    """Return problem -> its prompt in one of the runs."""
     sql = (
         "SELECT problem, any_value(prompt) AS prompt FROM records WHERE problem IN (SELECT unnest($names)) GROUP BY ALL"
     )
@@ -71,7 +71,7 @@ def prompts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
 
 
 def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:
-    """Every group of a problem: run, key, uid, judged, acc, score, calls, tokens, id; by run, then time."""
+    """Return every group of a problem: run, key, uid, judged, acc, score, calls, tokens, id; by run, then time."""
     sql = (
         "SELECT split_part(key, '_', 2)::BIGINT AS moment, key, uid, count(acc) AS judged, avg(acc) AS acc,"
         " avg(score) AS score, avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome,"

@@ -1,4 +1,4 @@
-"""What code is for (verl_ext/evaluation/purposes.py), over the steps of training."""
+"""The purposes of code (verl_ext/evaluation/purposes.py) over the steps of training."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +15,7 @@ SAMPLE = 64  # responses of a file, chosen by a hash of their names: a share of 
 
 
 def over_training(run: Run) -> Metrics:
-    """`summary` of SAMPLE judged responses of each step of training."""
+    """Return the `summary` of SAMPLE judged responses of each training step."""
     files = {key: path for key, path in run.files().items() if key.startswith("step")}
     found: dict[int, dict[str, float]] = {}
     for key, path in files.items():
@@ -26,10 +26,10 @@ def over_training(run: Run) -> Metrics:
 
 @lru_cache(maxsize=20_000)
 def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
-    """Once for each state of a file.
+    """Return a file's summary, computed once for each state of the file.
 
     Raises:
-        LookupError: it has no judged response, or cannot be read now: the next look asks again.
+        LookupError: it has no judged response, or cannot be read at the moment: the next call tries again.
     """
     sql = (
         "SELECT acc, response_tokens, tool_use,"
@@ -42,7 +42,7 @@ def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    """As `curves.charts`: shares of purposes by verdict for each run, then what calls do for a response."""
+    """Return charts as `curves.charts` does: purposes by verdict for each run, then what calls do for a response."""
     shown = [(run.name, run.number, over_training(run)) for run in runs]
     sides = [(f"{side}/.+", f"in {side} responses", "share of calls") for side in ("right", "wrong")]
     found = [curves.charts([each], {f"What the code is for: {each[0]}": sides}) for each in shown]

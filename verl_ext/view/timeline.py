@@ -1,4 +1,4 @@
-"""A step's time: who did what when, and what the trainer waited for."""
+"""The timeline of a step: who did what when, and what the trainer waited for."""
 
 import heapq
 import itertools
@@ -8,10 +8,10 @@ from typing import Any
 from verl_ext.view.data import Run, step_of
 
 WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
-# Of an interval whose times are known: no null, no NaN, not beyond the year 2286.
+# Holds for an interval whose times are known: no null, no NaN, not beyond the year 2286.
 _KNOWN = "start_s BETWEEN 0 AND 1e10 AND end_s BETWEEN 0 AND 1e10"
 LONGEST = 10  # intervals of a lane that are listed: the drawing's rectangles cannot be reached by keyboard
-LATER = 8  # steps whose records are looked through for rollouts that ran in a step, and were decided later
+LATER = 8  # steps whose records are searched for rollouts that ran in a step, and were decided later
 # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session, own: the step decided its fate
 Interval = dict[str, Any]
 _OF_ROLLOUTS = f""", near AS (SELECT uid, session, timings, key = $key AS own,
@@ -31,8 +31,8 @@ _OF_ROLLOUTS = f""", near AS (SELECT uid, session, timings, key = $key AS own,
 
 
 def intervals(run: Run, key: str) -> list[Interval]:
-    """Of the trainer in a step, and of the rollouts whose fate the step decided, or which ran in the trainer's time:
-    those of validations, and those that a later step decided, up to LATER steps on."""
+    """Return the intervals of the trainer in a step, and of rollouts whose fate the step decided, or which ran in the
+    trainer's time: those of validations, and those that one of the next LATER steps decided."""
     none = {"lane": "trainer", "uid": None, "session": None, "own": True}
     of_trainer = [none | row for row in run.ask(f"SELECT * FROM records WHERE {_KNOWN}", kind="timeline", keys=[key])]
     start = min((row["start_s"] for row in of_trainer), default=0.0)
@@ -44,14 +44,14 @@ def intervals(run: Run, key: str) -> list[Interval]:
 
 
 def prompts(run: Run, key: str) -> dict[str, str]:
-    """uid -> prompt, of the groups whose fate the step decided."""
+    """Return uid -> prompt of the groups whose fate the step decided."""
     rows = run.ask("SELECT uid, any_value(prompt) AS prompt FROM records GROUP BY uid", keys=[key])
     return {row["uid"]: row["prompt"] for row in rows if row["prompt"]}
 
 
 def clip(rows: Sequence[Interval]) -> tuple[list[Interval], int]:
-    """What lies in the trainer's time, cut where that begins and ends, and how many intervals do not lie in it whole. A
-    rollout that began hours before would leave no room for the step. All of it where the trainer has no interval."""
+    """Return what lies in the trainer's time, cut at its start and end, and how many intervals are not wholly inside.
+    A rollout that began hours earlier would leave no room for the step. Without trainer intervals, all is inside."""
     own = [row for row in rows if row["lane"] == "trainer"] or rows
     start, end = min((row["start_s"] for row in own), default=0.0), max((row["end_s"] for row in own), default=0.0)
     cut = [row | {"start_s": max(start, row["start_s"]), "end_s": min(end, row["end_s"])} for row in rows]
@@ -60,7 +60,7 @@ def clip(rows: Sequence[Interval]) -> tuple[list[Interval], int]:
 
 
 def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
-    """Lanes, the trainer first: `name`, `rows` of intervals that do not overlap, `seconds` by what is done, `longest`.
+    """Return lanes, the trainer's first: `name`, `rows` of disjoint intervals, `seconds` by what is done, `longest`.
 
     An interval has x and width in thousandths of the step.
     """
@@ -69,7 +69,7 @@ def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
     start, end = min(row["start_s"] for row in rows), max(row["end_s"] for row in rows)
     scale = 1000 / ((end - start) or 1)
     found: dict[str, dict[str, Any]] = {}
-    ends: dict[str, list[tuple[float, int]]] = {}  # of each lane: when its rows end, the first of them on top
+    ends: dict[str, list[tuple[float, int]]] = {}  # lane -> heap of its rows' ends, the earliest on top
     for row in sorted(rows, key=lambda row: (row["lane"] != "trainer", row["lane"], row["start_s"])):
         lane = found.setdefault(row["lane"], {"name": row["lane"], "rows": [], "seconds": {}})
         seconds = row["end_s"] - row["start_s"]
@@ -91,8 +91,8 @@ def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
 
 
 def waits(rows: Sequence[Interval]) -> list[dict[str, Any]]:
-    """What each wait of the trainer was for: `s` its seconds, `last` the interval of a rollout of the step that ended
-    last in it, and `alone_s`, how long that one went on when all others had ended."""
+    """Return what each wait of the trainer was for: `s` its seconds, `last` the interval of the step's rollouts that
+    ended last in it, and `alone_s`, how long that one continued after all others had ended."""
     others = sorted((row for row in rows if row["lane"] != "trainer" and row["own"]), key=lambda row: row["end_s"])
     found = []
     for wait in (row for row in rows if row["lane"] == "trainer" and row["what"] == "wait"):

@@ -1,4 +1,4 @@
-"""The token lens: what the actor's update saw of each token of a response, and colours for any column of it."""
+"""The token lens: what the actor's update saw of each token of a response, with colours for any column."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,26 +10,26 @@ COLUMNS = ("position", "id", "text", "mask", "turn", "version", "rollout_log_pro
            "advantage", "decision")  # fmt: skip
 COLOURED = tuple(name for name in COLUMNS if name not in ("position", "id", "text"))
 CATEGORIES = ("mask", "turn", "version", "decision")
-NEUTRAL = {"ratio": 1.0, "advantage": 0.0}  # the middle of the scale; of other columns the median
+NEUTRAL = {"ratio": 1.0, "advantage": 0.0}  # the middle of the scale; for other columns it is the median
 
 
 def lens(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page needs of a response's tokens and turns."""
+    """Return what the page needs of a response's tokens and turns."""
     return {
         "tokens": rows,
         "data": {"columns": COLUMNS, "rows": [[text.cell(value) for value in row.values()] for row in rows]},
         "tool_turns": {number for number, turn in enumerate(turns) if turn["role"] != "model"},
-        "foreign": dict.fromkeys(foreign(rows, turns)),  # the page asks for each token whether it is in
+        "foreign": dict.fromkeys(foreign(rows, turns)),  # a dict, because the page looks up each token in it
         "colours": partial(colours, rows=rows),
     }
 
 
 def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The class of each token's colour ("" where the column is null), and the legend: (class, what it means).
+    """Return the class of each token's colour ("" if the column is null), and the legend: (class, what it means).
 
-    Categories have the classes k0 to k7, in order of appearance; all from the eighth on share k7 where there are more.
-    Numbers have b0 to b6: seven equal steps around NEUTRAL, as far as the value that is farthest from it; `inf` what is
-    not finite, or beyond 1e100.
+    Categories have the classes k0 to k7, in order of appearance; if there are more, all from the eighth on share k7.
+    Numbers have b0 to b6: seven equal steps around NEUTRAL, as far as the value farthest from it. Numbers that are not
+    finite, or beyond 1e100, have `inf`.
     """
     values = [row[column] for row in rows]
     known = [value for value in values if value is not None]
@@ -50,10 +50,10 @@ def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], lis
 
 
 def foreign(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> list[int]:
-    """Positions of the tokens that train though the model did not write them: mask 1 outside the model's turns.
+    """Return the positions of tokens that train though the model did not write them: mask 1 outside the model's turns.
 
-    By the turn that the token names, and by where the trajectory says that the model's turns stand. Without turns, as
-    of another project's agent loop, nobody knows.
+    A token is outside by the turn that it names, or by the trajectory's places of the model's turns. Without turns, as
+    from another project's agent loop, the result is empty because nobody knows.
     """
     own = {number: turn for number, turn in enumerate(turns) if turn["role"] == "model"}
     spans = [(turn["start"], turn["tokens"]) for turn in own.values() if None not in (turn["start"], turn["tokens"])]

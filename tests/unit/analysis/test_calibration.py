@@ -1,4 +1,4 @@
-"""Speeds that are found from a run, and what the published run says about the simulation."""
+"""Speeds fitted to a run, and what the published run says about the simulation."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ STEP = {
 
 
 def logged(lengths):
-    """Metrics of steps as a run on `TRUE` would log them."""
+    """Return the metrics of steps as a run on `TRUE` would log them."""
     steps = {number: STEP | {"response_length/mean": length} for number, length in enumerate(lengths, start=1)}
     run = Run("", Metrics(steps, set()), 8, 4, TRUE, ())
     for number, row in steps.items():

@@ -18,7 +18,7 @@ def short(task, monkeypatch):
 
 
 def play(tiny, task, monkeypatch, *, steps=4, **changes):
-    """(result, weights that rollouts came from, in order; the last one of evaluations is not among them)."""
+    """(result, weights that rollouts came from, in order; except those of the last evaluation)."""
     used, real = [], cells.roll_out
 
     def roll_out(engine, weights, *rest):
@@ -33,9 +33,9 @@ def play(tiny, task, monkeypatch, *, steps=4, **changes):
 
 
 def test_rollouts_are_as_stale_as_the_cell_says(tiny, short, monkeypatch):
-    """Staleness 2: steps 1 to 3 have the first weights, step 5 those of step 3; without, each step has its own.
+    """At staleness 2, steps 1 to 3 use the first weights and step 5 those of step 3; otherwise each has its own.
 
-    Step 1 has learning rate 0, so that step 2 begins with the first weights, too.
+    Step 1 has learning rate 0, so step 2 also begins with the first weights.
     """
     _, fresh = play(tiny, short, monkeypatch, steps=5)
     assert [torch.equal(a, b) for a, b in zip(fresh, fresh[1:], strict=False)] == [True, False, False, False]

@@ -1,4 +1,4 @@
-"""A recorded batch under every preset, with numbers that can be redone on paper.
+"""A recorded batch under every preset, with numbers that a reader can redo on paper.
 
 Four responses of one token to one prompt, two right and two wrong: advantages +-.866 of the same size. Before the
 updates pi_old / pi_rollout is 1.2, .6, 1, 3; the updates make pi / pi_old 1.5, 1.1, .7, 1.

@@ -43,8 +43,8 @@ def test_context_makes_iterations_longer():
 def test_contexts_add_up_and_leave_with_their_turns():
     """Contexts begin at 0, .5 s a token, 1 and 2 tokens, 1 s an iteration.
 
-    Both: contexts grow by 2 a token, the first token takes 1 + .5 x 2 / 2 = 1.5 s. Then the second goes on alone with
-    a context of 1: 1 + .5 + .5 / 2 = 1.75 s.
+    Both: contexts grow by 2 a token, the first token takes 1 + .5 x 2 / 2 = 1.5 s. Then only the second continues,
+    with a context of 1: 1 + .5 + .5 / 2 = 1.75 s.
     """
     assert play([(1, 1), (2, 1)], speed=Speed(2, 1.0, 0.5))[0] == pytest.approx([1.5, 3.25])
 

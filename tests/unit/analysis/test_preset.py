@@ -1,4 +1,4 @@
-"""One step's gradient by the harness is the real stack's: transformers' model, verl's config and advantages."""
+"""The harness's gradient of a step equals the real stack's: transformers' model, verl's config and advantages."""
 
 import copy
 
@@ -95,7 +95,7 @@ def test_updates_and_passes_are_the_runs(name, updates, passes):
 
 
 def test_cosines_by_hand():
-    """(1, 0) and (1, 1): 1 / sqrt 2. (3, 4) and (-4, 3): 0. None where a gradient is 0 or not a number."""
+    """(1, 0) and (1, 1): 1 / sqrt 2. (3, 4) and (-4, 3): 0. None if a gradient is 0 or not a number."""
     from verl_ext.analysis.preset import cosine
 
     assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) == pytest.approx(0.5**0.5)

@@ -1,4 +1,4 @@
-"""The trainer's modes as schedules for paper: every response has 10 tokens, and an iteration takes 1 s."""
+"""The trainer's modes as schedules to redo on paper: a response has 10 tokens, and an iteration takes 1 s."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_sync():
     """Two slots, three groups: rollouts until 20 s and 2 s of the switch; 30 tokens x (.1 + .2) s and 1 s."""
     step = sync(machine(slots=2), shape(prompts=3))
     assert (step.rollout_s, step.train_s, step.step_s) == pytest.approx((22, 10, 32))
-    assert (step.useful, step.tokens, step.generate_s) == pytest.approx((3, 30, 40 / 3))  # had after 10, 10 and 20 s
+    assert (step.useful, step.tokens, step.generate_s) == pytest.approx((3, 30, 40 / 3))  # ready after 10, 10 and 20 s
 
 
 def test_without_a_pass_for_old_log_probs():
@@ -31,7 +31,7 @@ def test_without_a_pass_for_old_log_probs():
 
 
 def test_active_sampling_replaces_equal_groups_up_to_the_limit():
-    """Two trained, four generated at the most, none useful: two more at 10 s, nothing more at 20 s."""
+    """Two are trained, at most four generated, and none is useful: two more at 10 s, nothing more at 20 s."""
     step = sync(machine(slots=4), shape(prompts=4), train=2, useful=0.0, active=True)
     assert (step.rollout_s, step.useful, step.tokens) == pytest.approx((22, 0, 20))
 
@@ -47,7 +47,7 @@ def test_partial_rollouts_go_on_after_the_update():
     """One slot, one call of 4 s between turns of 5 tokens, two responses in flight.
 
     A: 0-5, call 5-9. B: 5-10, call 10-14. A again: 10-15, so the first step waits 15 s. B's call has ended, and after
-    the update B needs 5 s more. So steps wait 15 and 5 s in turns, and sync's would wait 14 s.
+    the update B needs 5 s more. So steps wait 15 and 5 s alternately, and those of sync would wait 14 s.
     10 tokens x .3 s and 1 s of other things: 4 s; the switch 2 s.
     """
     one_call = shape(calls=1.0, tool_s=4.0)

@@ -69,7 +69,7 @@ def test_the_picture_has_both_charts_and_their_legends(tmp_path):
 
 
 def test_the_published_run_is_met_and_the_page_has_the_table():
-    """Rollouts and step within 5%, the mean time of a response within 10%, on steps that nothing was fitted to, too."""
+    """Rollouts and step within 5%, the mean time of a response within 10%, also on steps not used for the fit."""
     run = published_run()
     compared = compare(run)
     assert [each.number for each in compared] == list(range(1, 11))

@@ -34,7 +34,7 @@ def test_what_rows_begin_with_alike_is_one_node():
 
 
 def test_what_is_computed_once_has_the_gradient_of_all_its_rows(tiny):
-    """Three rows with a prompt of their own or a common one, in one pass and in a pass each."""
+    """Three rows, each with its own prompt or all with one, computed in one pass and in a pass each."""
     ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 11], [5, 6, 30, 31, 0]])
     places = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 0]])
     targets, mask = ids.gather(1, places + 1), torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]], dtype=torch.bool)
@@ -58,7 +58,7 @@ def sample(tiny, weights, *, reply, stop, prompts, seed=0, limit=60, bf16=False)
 
 
 def recomputed(tiny, prompt, rollout):
-    """Log-probs of a rollout's tokens in one pass, without a cache and without padding."""
+    """Return the log-probs of a rollout's tokens in one pass, without a cache and without padding."""
     ids = torch.tensor([prompt + rollout.ids])
     places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)[None]
     everywhere = torch.ones_like(places, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Responses that are drawn from a step's metrics."""
+"""Responses drawn from a step's metrics."""
 
 import math
 import random

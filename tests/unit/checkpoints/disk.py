@@ -1,10 +1,10 @@
-"""A disk that loses power: what code does to a folder is recorded, and replayed as what a disk may hold afterwards.
+"""A disk that loses power: records what code does to a folder, and replays what a disk may hold afterwards.
 
 Recorded are `os`'s calls on names (mkdir, rename, unlink, rmdir), `fsync`, and, before each of them, every file that is
-new or has other bytes than at the last look, whoever wrote it (torch in C++, too).
+new or has other bytes than at the last look, whoever wrote it (including torch in C++).
 
 The model of the disk is POSIX's, weaker than any journal:
-- a file's bytes are safe once the file is fsynced; until then the old bytes, none, the half or zeros may be found;
+- a file's bytes are safe once the file is fsynced; until then the old bytes, none, half of them or zeros may be found;
 - a change of names is safe once every folder it touches is fsynced; until then it may be there or not, whichever of the
   others are.
 """
@@ -109,7 +109,7 @@ class Recording:
 
 
 def states(calls: list[Call]) -> Iterator[tuple[list[Any], Tree]]:
-    """What may be on the disk after a power loss, or a kill, at any moment: (what was promised by then, the tree)."""
+    """Return what may be on disk after a power loss or kill at any moment: (what was promised by then, the tree)."""
     chance, seen = random.Random(0), set()
     for end in range(len(calls) + 1):
         past = calls[:end]
@@ -168,7 +168,7 @@ def _folders(call: Call) -> tuple[int, ...]:
 
 
 def _linked(changes: list[Call], lenient: bool) -> dict[str, tuple[int, bool]] | None:
-    """The names that the changes make: path -> (node, is it a folder).
+    """Return the names that the changes make: path -> (node, is it a folder).
 
     None: one cannot be without another that was lost, a rename to a name that is taken; such a disk does not exist.
     """

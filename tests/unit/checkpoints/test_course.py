@@ -1,4 +1,4 @@
-"""What a resumed run is refused or told, as its data or its learning rate would not go on as they were."""
+"""A resumed run is refused or warned if its data or its learning rate would not continue as they were."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ ROWS = range(EPOCH * 2)
 
 
 def train(data: Any, run: Path, step: int) -> None:
-    """As verl's `fit`, up to a step that is saved."""
+    """Train as verl's `fit` does, up to a step that is saved."""
     done = 0
     for epoch in range(9):
         data.sampler.set_epoch(epoch)
@@ -130,7 +130,7 @@ def test_a_rate_that_does_not_go_on_as_it_was_is_told_at_the_start(
 
 @pytest.mark.parametrize("rows", [EPOCH - 2, EPOCH + 2])
 def test_rl_with_other_rows_begins_an_epoch_and_says_so(rolling: Any, tmp_path: Path, caplog: Any, rows: int):
-    """torchdata would raise StopIteration behind the last of fewer rows, and would draw from other places of more."""
+    """torchdata would raise StopIteration after the last of fewer rows, and with more rows would draw other ones."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     def trainer(number: int) -> Any:

@@ -150,7 +150,7 @@ def test_nothing_of_a_half_written_save_is_in_the_next_one(run: Path):
 def test_what_cannot_be_deleted_ends_no_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """As on NFS, where a reader on another machine keeps a file of a folder that is to go."""
+    """As on NFS, if a reader on another machine keeps a file open in a folder that is to be deleted."""
 
     def busy(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -195,7 +195,7 @@ def test_a_kill_between_the_two_renames_of_saving_the_only_step_again(tmp_path: 
 
 def test_the_next_save_does_not_delete_the_only_whole_copy(tmp_path: Path):
     write_shards(path_of(begin(tmp_path), 2))
-    vouch(path_of(tmp_path / SAVING, 2))  # and a kill
+    vouch(path_of(tmp_path / SAVING, 2))  # and then a kill
     begin(tmp_path)
     assert whole_steps(tmp_path) == [2]
 

@@ -14,7 +14,7 @@ from verl_ext.runs import durable
 
 
 def epochs(data: Any, first: int, last: int) -> list[list[int]]:
-    """The batches that verl's `fit` would train in the epochs, one list each."""
+    """Return the batches that verl's `fit` would train on, one list for each epoch."""
     trained = []
     for epoch in range(first, last):
         data.sampler.set_epoch(epoch)
@@ -169,7 +169,7 @@ def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is
         ({}, 4),
         ({"resume_mode": "disable"}, None),
         ({"resume_mode": "resume_path", "resume_from_path": "global_step_2"}, 2),
-        ({"resume_mode": "auto", "resume_from_path": "global_step_2"}, 2),  # SFT's `auto` takes a path too
+        ({"resume_mode": "auto", "resume_from_path": "global_step_2"}, 2),  # SFT's `auto` also takes a path
     ],
 )
 def test_sft_resumes_where_resume_mode_says(

@@ -1,4 +1,4 @@
-"""Checksums of files, whole and in samples, and which files a rank brings to the disk."""
+"""Checksums of files, whole and in samples, and which files a rank syncs to the disk."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_of_a_large_file_samples_from_start_to_end_are_read(tmp_path: Path):
 
 
 def test_a_zeroed_stretch_of_a_large_file_is_seen(tmp_path: Path):
-    """Of 100 KiB in 64 samples of 1 KiB, any 2 KiB hold a whole or a part of one."""
+    """With 64 samples of 1 KiB in 100 KiB, any 2 KiB hold all or part of one."""
     path, whole = tmp_path / "file", bytes(range(1, 101)) * 1024
     path.write_bytes(whole)
     value = checksum(path, 1024, 64)

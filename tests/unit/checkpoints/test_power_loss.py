@@ -29,7 +29,7 @@ def fast() -> Iterator[Path]:
 
 
 def write(checkpoint: Path, number: int) -> None:
-    """A checkpoint's files, in which the number of the save stands."""
+    """Write a checkpoint's files, which contain the number of the save."""
     for name in (SHARD, "actor/optim_world_size_1_rank_0.pt", "data.pt"):
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_text(f"{name} of save {number}")
@@ -41,7 +41,7 @@ def save(run: Path, step: int, number: int) -> None:
 
 
 def number_in(checkpoint: Path) -> int:
-    """The number of the save; every file is as it was saved."""
+    """Return the number of the save, having checked that every file is as it was saved."""
     numbers = set()
     for name in (SHARD, "actor/optim_world_size_1_rank_0.pt", "data.pt"):
         text = (checkpoint / name).read_text()
@@ -52,14 +52,14 @@ def number_in(checkpoint: Path) -> int:
 
 
 def resumed(run: Path) -> int | None:
-    """What a run that starts now goes on from: the number of the save."""
+    """Return the number of the save that a run started at this point resumes from."""
     checkpoints.restore(run)
     point = checkpoints.resume_point(run)
     return None if point is None else number_in(point)
 
 
 def new_run(run: Path, done: Callable[[int], None]) -> None:
-    """Saves 1, 2 and 3 of steps 2, 4 and 6; the last one and the best one stay."""
+    """Make saves 1, 2 and 3 of steps 2, 4 and 6; the last and the best are kept."""
     rolling = Rolling(run, keep_last=1, best_metric="val/loss", best_mode="min")
     for number, step in enumerate((2, 4, 6), 1):
         save(run, step, number)
@@ -100,7 +100,7 @@ def test_after_a_power_loss_the_last_save_that_returned_is_there(
         left = fast / "left"
         disk.lay_out(tree, left)
         saved = max((number for number in promised if number != "end"), default=None)
-        if saved is None:  # the first save was cut short: it is there or not, but nothing else is taken for it
+        if saved is None:  # the first save was interrupted: it is there or not, but nothing else is mistaken for it
             assert resumed(left) in (1, None)
         else:
             assert resumed(left) >= saved, tree
@@ -114,7 +114,7 @@ def test_after_a_power_loss_the_last_save_that_returned_is_there(
 
 
 def test_the_values_of_the_best_outlive_a_power_loss(fast: Path, monkeypatch: pytest.MonkeyPatch):
-    """`validation.json` is the old one or the new one, never cut short or empty."""
+    """`validation.json` is either the old one or the new one, never truncated or empty."""
     run = fast / "run"
     run.mkdir()
     recording, rolling = disk.Recording(run), Rolling(run, best_metric="val/loss")
@@ -134,7 +134,7 @@ def test_the_values_of_the_best_outlive_a_power_loss(fast: Path, monkeypatch: py
 
 
 def test_a_journals_records_outlive_a_power_loss(fast: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also while it is written anew, at a resume from step 2."""
+    """Also while it is rewritten, at a resume from step 2."""
     run = fast / "run"
     run.mkdir()
     recording, journal = disk.Recording(run), StepJournal(run / "journal.jsonl")

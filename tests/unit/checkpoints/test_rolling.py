@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last ones, the best one by the validations, and what is not to be deleted."""
+"""Which checkpoints are kept: the last ones, the best one by validation, and any that must not be deleted."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from verl_ext.checkpoints.manifest import checksum
 
 
 def test_a_good_checkpoint_is_not_deleted_for_a_newer_one_that_is_damaged(run: Path):
-    """Step 10, of an earlier start, has its size but zeros; 4 would be deleted for it."""
+    """Step 10, of an earlier start, has the right size but holds zeros; 4 would be deleted in its favour."""
     path = run / "global_step_10" / "data.pt"
     path.write_bytes(bytes(7))
     save(run, 12)
@@ -67,7 +67,7 @@ ACCURACY = {"keep_last": 2, "best_metric": "val-core/*/acc/mean@*"}
 
 
 def train(folder: Path, values: dict[int, float], validate_first: bool = False, **settings: object) -> None:
-    """A start of a run: saves each step and logs its validation, RL after the save, SFT before it."""
+    """Start a run that saves each step and logs its validation: RL after the save, SFT before it."""
     rolling = Rolling.from_config(config(folder, **(settings or ACCURACY)))
     for step, value in values.items():
         data = {"val/loss": value, "val-core/aime/acc/mean@8": value, "val-aux/aime/acc/std@8": 9.0}

@@ -1,4 +1,4 @@
-"""What verl's own save and load code meets in these tests: fakes of what is slow, the engine and the worker group."""
+"""Fakes of the slow parts that verl's own save and load code calls: the engine and the worker group."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ EPOCH = 4  # batches of 2
 
 
 class Engine:
-    """The far side of a save: writes one shard, and notes what there was at that time."""
+    """The far side of a save: writes one shard, and notes what existed at that time."""
 
     def __init__(self, run: Path, fails: bool = False):
         self.run, self.fails, self.seen = run, fails, []
@@ -47,7 +47,7 @@ class Rows(list):
 
 
 def loader(rows: Sequence[int] = range(EPOCH * 2), batch_size: int = 2, rank: int = 0, ranks: int = 1) -> Any:
-    """As verl's SFT trainer makes it for a rank; its sampler is `.sampler`."""
+    """Make the loader as verl's SFT trainer does for a rank; its sampler is `.sampler`."""
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -92,7 +92,7 @@ def rl_trainer(run: Path, engine: Engine, **settings: Any) -> Any:
 
 
 def prompts(number: int = EPOCH, batch_size: int = 1, shuffle: bool = True) -> Any:
-    """As verl's RL trainer makes its loader; with the refill of single prompts in batches of one."""
+    """Make the loader as verl's RL trainer does; with the refill of single prompts, in batches of one."""
     from omegaconf import OmegaConf
     from torchdata.stateful_dataloader import StatefulDataLoader
     from verl.trainer.ppo.utils import create_rl_sampler
@@ -109,7 +109,7 @@ def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def drawn(trainer: Any, number: int) -> list[str]:
-    """The next prompts, by verl's own `_fetch_one_gen_batch`."""
+    """Return the next prompts, fetched by verl's own `_fetch_one_gen_batch`."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     return [PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"][0] for _ in range(number)]

@@ -10,7 +10,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 
 def run_python(code, **variables):
-    """Run `code` in a fresh interpreter; returns what it prints."""
+    """Run `code` in a fresh interpreter; return what it prints."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")} | variables
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

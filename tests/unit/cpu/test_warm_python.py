@@ -1,4 +1,4 @@
-"""Where there is an accelerator, no process is forked from one that has imported vLLM."""
+"""If there is an accelerator, no process is forked from one that has imported vLLM."""
 
 import os
 import subprocess

@@ -11,7 +11,7 @@ DATA = REPO / "tests" / "data"
 
 @pytest.fixture
 def prepare(monkeypatch, capsys):
-    """Run data/prepare_<name>.py as a command; returns what it printed."""
+    """Run data/prepare_<name>.py as a command; return what it printed."""
 
     def run(name, *args):
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])

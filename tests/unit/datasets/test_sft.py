@@ -96,7 +96,7 @@ def test_a_system_message_belongs_to_the_prompt(make_dataset, tokenizer):
 )
 def test_a_bad_row_is_refused_with_its_number_and_the_reason(make_dataset, row, reason):
     with pytest.raises(ValueError, match=f"^SFT row 2 is not a ReTool trace: .*{reason}"):
-        make_dataset([TRACE, TRACE], [row, TRACE])  # rows count on over the files
+        make_dataset([TRACE, TRACE], [row, TRACE])  # rows are numbered across files
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_bad_row_is_refused_with_its_number_and_the_reason(make_dataset, row, 
     ],
 )
 def test_an_answer_that_a_rollout_would_not_end_with_is_refused(make_dataset, protocol, answer):
-    """The loop would run it, or say what is wrong with it; trained on, the model would stop there."""
+    """The loop would run it, or report what is wrong with it; a model trained on it would stop there."""
     with pytest.raises(ValueError, match="SFT row 1 .* the answer has what the agent loop would take for a call"):
         make_dataset([TRACE, [user(), assistant(answer)]], protocol=protocol)
     boxed = [user(), assistant(f"Not {answer.removesuffix('</code>')} but \\boxed{{2}}")]
@@ -143,7 +143,7 @@ def test_a_row_that_is_too_long_is_an_error_or_cut_on_the_right(make_dataset):
 
 
 def test_the_digest_is_of_the_responses_in_their_order_and_not_of_what_is_cut(make_dataset):
-    """By it a run that is resumed knows its rows again (checkpoints/course.py)."""
+    """A resumed run recognises its rows by the digest (checkpoints/course.py)."""
     other = [user(), assistant("4")]
     digests = [make_dataset(rows).digest for rows in ([TRACE, other], [other, TRACE], [TRACE, TRACE], [TRACE])]
     assert len(set(digests)) == 4
@@ -249,7 +249,7 @@ def traces():
 
 
 def refusal(trace, protocol):
-    """Why this trace is none, by its shape; "" where it is one."""
+    """Return why this trace is none, by its shape; "" if it is one."""
     roles = [message["role"] for message in trace["messages"]]
     steps = "".join("c" if m.get("tool_calls") else m["role"][0] for m in trace["messages"]).lstrip("su")
     if roles[-1] == "tool":
@@ -261,7 +261,7 @@ def refusal(trace, protocol):
 
 
 def model_texts(trace, protocol, qwen_tokenizer):
-    """What the model would have written: by Qwen's own template, or with the code between tags."""
+    """Return what the model would have written: by Qwen's own template, or with the code between tags."""
     if protocol == "hermes":
         messages = [dict(message) for message in trace["messages"]]
         for message in messages:
@@ -371,7 +371,7 @@ def test_sft_trains_on_the_very_tokens_of_a_rollout_on_real_traces(
 
 
 def rendered(trace, tokenizer):
-    """The conversation by its chat template; what tools said is shown as a rollout shows it."""
+    """Return the conversation by its chat template, with tool output as a rollout shows it."""
     from verl_ext.protocols.base import format_output
 
     messages = [dict(message) for message in trace["messages"]]

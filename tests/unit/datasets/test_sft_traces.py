@@ -1,4 +1,4 @@
-"""Traces whose text has tags, thinking or odd forms: SFT has the tokens of the rollout, or says why not."""
+"""Traces whose text has tags, thinking or odd forms: SFT gets the same tokens as the rollout, or reports why not."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_a_program_that_has_the_tags_of_a_call_is_trained_on_as_it_stands(make_d
 
 
 def test_a_program_that_has_the_codes_own_tags(make_dataset, roll_out, tokenizer):
-    """`</code>` would end it, wherever it stands; `<code>` is text."""
+    """`</code>` would end it, wherever it occurs; `<code>` is text."""
     row = [user(), calls('print("<code>")'), tool("<code>"), assistant("\\boxed{2}")]
     rolled_out(roll_out, tokenizer, make_dataset([row], max_length=2000), ["<code>"])
     inline = assistant(
@@ -52,7 +52,7 @@ def test_a_program_that_has_the_codes_own_tags(make_dataset, roll_out, tokenizer
         row = [user(), calls(program), tool("1"), assistant("\\boxed{2}")]
         with pytest.raises(ValueError, match=r"SFT row 0 .*a program can write the tag as '</' \+ 'code>'"):
             make_dataset([row])
-    for program in ('a = """\n<code>\n"""', "<code>\n<code>"):  # a rollout would run what is behind the last
+    for program in ('a = """\n<code>\n"""', "<code>\n<code>"):  # a rollout would run what follows the last
         row = [user(), calls(program), tool("1"), assistant("\\boxed{2}")]
         with pytest.raises(ValueError, match="SFT row 0 .*the agent loop would"):
             make_dataset([row])

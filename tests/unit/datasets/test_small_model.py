@@ -1,4 +1,4 @@
-"""data/small/build_model.py: tokenizer and weights out of a GGUF file; the file itself is too large for these tests."""
+"""data/small/build_model.py: tokenizer and weights from a GGUF file; the real file is too large for these tests."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""The word problems of the small run (data/small), and what its prepare.py writes."""
+"""The word problems of the small run (data/small), and the files that its prepare.py writes."""
 
 import random
 import re
@@ -107,7 +107,7 @@ def test_prepare_is_deterministic_and_all_seeds_share_the_test(prepare):
 def test_mawps_by_path_takes_the_place_of_our_problems(prepare, tmp_path):
     header = "Question,Numbers,Equation,Answer\n"
     kinds = ("pen", "cup", "hat", "toy", "car", "dog", "cat", "nut", "key", "map")
-    items = [f"{kind}{end}s" for end in "abcdefghijklm" for kind in kinds]  # with other numbers alone it is the same
+    items = [f"{kind}{end}s" for end in "abcdefghijklm" for kind in kinds]  # with only other numbers it is the same
     for name, start in (("train", 2), ("dev", 100)):
         verb = "saw" if name == "train" else "sold"
         rows = (
@@ -115,7 +115,7 @@ def test_mawps_by_path_takes_the_place_of_our_problems(prepare, tmp_path):
             for i, item in enumerate(items)
         )
         (tmp_path / f"{name}.csv").write_text(header + "\n".join(rows) + "\n")
-    held_out = (tmp_path / "dev.csv").read_text().splitlines()[1:31]  # which training has, too, and must give up
+    held_out = (tmp_path / "dev.csv").read_text().splitlines()[1:31]  # which training also has, and must drop
     with open(tmp_path / "train.csv", "a") as train:
         train.write("\n".join(held_out) + "\n")
     tables, _ = prepare(f"--mawps={tmp_path}", "--sft=40", "--rl=30")

@@ -76,7 +76,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}{% if date_string is defined %}{{ date_st
 def test_a_template_that_asks_for_the_day_gets_the_same_in_sft_and_rollout(
     with_template, roll_out, make_dataset, encode
 ):
-    """Its clock is transformers': a day later the prompt would be another."""
+    """It reads the clock through transformers: a day later the prompt would be different."""
     other = with_template(lambda template: DATED + template)
     assert render(other, USER, {"date_string": "!"}).startswith(TEMPLATE_DAY.strftime("%d %b %Y") + "!")
     output, *_ = roll_out(other, [encode("\\boxed{2}") + [other.eos_token_id]])
@@ -231,7 +231,7 @@ def written_calls(tokenizer, tmp_path):
 
 
 def test_integers_of_a_struct_stay_integers_beside_a_null(written_calls):
-    """In pandas, 2 beside a null is 2.0, which is no integer for the tool either."""
+    """In pandas, 2 in a column with a null is 2.0, which the tool does not accept as an integer either."""
     assert written_calls({"n": 2, "s": None}, {"n": 2**60 + 1, "s": "a"}) == [
         '{"n": 2}',
         f'{{"n": {2**60 + 1}, "s": "a"}}',
@@ -252,7 +252,7 @@ def test_a_null_that_is_meant_stays(written_calls):
     assert written_calls(null, null | {"s": "a"}, schema=needs) == ['{"n": null}', '{"n": null, "s": "a"}']
     with pytest.raises(ValueError, match="SFT row 0 .*'n' must be integer, got null"):
         written_calls(null, {"n": 1, "s": "a"})
-    with pytest.raises(ValueError, match="SFT row 0 .*'s' must be string, got null"):  # as a rollout would
+    with pytest.raises(ValueError, match="SFT row 0 .*'s' must be string, got null"):  # as a rollout would raise
         written_calls(json.dumps({"n": 1, "s": None}))
 
 

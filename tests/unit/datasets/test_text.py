@@ -121,13 +121,13 @@ def test_a_short_problem_asks_something(text):
 
 
 def test_real_evaluation_problems_are_found_in_another_spelling():
-    """58 of 60; one of the others is told in other words, one lost its \\frac to escapes."""
+    """58 of 60 are found; one of the others is worded differently, one lost its \\frac to escapes."""
     evaluation = evaluation_problems([])
     assert len(evaluation) == 60
     found = [evaluation.find_overlap(row["problem"]) for row in rows("aime_other_spelling.jsonl")]
     assert sum(each is not None for each in found) == 58
     known = {each[0] for each in found if each}
-    assert len(known) == 58  # each is recognised as another one
+    assert len(known) == 58  # each is recognised as a different one
 
 
 def test_an_evaluation_problem_is_found_within_a_longer_text_but_its_common_phrases_are_not():

@@ -24,7 +24,7 @@ composed = functools.cache(compose_run)  # 0.5 s each
 
 
 def with_overrides(name: str, overrides: tuple[str, ...]) -> DictConfig:
-    """As `compose_run`; what only sets a key is set without Hydra."""
+    """Compose a run as `compose_run` does; overrides that only set a key are set without Hydra."""
     simple = tuple(override for override in overrides if override[0].isalpha() and "{" not in override)
     config = copy.deepcopy(composed(name, tuple(override for override in overrides if override not in simple)))
     for override in simple:
@@ -49,7 +49,7 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.fixture
 def make_machine(tmp_path: Path) -> Callable[..., Machine]:
-    """A machine of 8 H200 that wants nothing, but for what is said."""
+    """A machine of 8 H200 that lacks nothing except what the arguments say."""
 
     def make(
         gpus: int = 8,
@@ -87,7 +87,7 @@ def told() -> Callable[..., list[str]]:
 
 @pytest.fixture
 def only_ok() -> Callable[[Any], None]:
-    """At least one finding, and none but OK."""
+    """Check that there is at least one finding and that all are OK."""
 
     def check(findings: Any) -> None:
         found = list(findings)

@@ -1,4 +1,4 @@
-"""Disk, resume point and steps, over folders that the tests fill."""
+"""Disk, resume point and steps, in folders that the tests fill."""
 
 import shutil
 

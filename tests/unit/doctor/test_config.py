@@ -166,7 +166,7 @@ def test_no_sequence_is_longer_than_the_model_has_positions(make_run, told, only
     override = "+actor_rollout_ref.model.override_config={max_position_embeddings: 65536}"
     only_ok(check_batch(make_run("qwen2-7b_dapo", f"{ROLLOUT}.max_model_len=40000", override)))
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{")  # which the estimate of memory tells
+    (tmp_path / "model" / "config.json").write_text("{")  # which the memory estimate reports
     only_ok(check_batch(make_run("tiny_dapo")))
 
 

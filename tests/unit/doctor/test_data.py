@@ -165,7 +165,7 @@ def test_rows_whose_tests_can_judge_no_program_are_refused_with_their_number(rl,
 
 def test_rows_with_broken_tests_are_refused(rl, told):
     run = rl([PLAIN] * 2, columns={"data_source": ["my_code"] * 2, "reward_model": ["assert f() ==", "assert f()"]})
-    assert list(check_code_tests(run)) == []  # no verifier of code: they are mathematics
+    assert list(check_code_tests(run)) == []  # no verifier of code applies: they are mathematics
     verifiers = "reward.reward_kwargs.verifiers={my_code: verl_ext.reward.verifiers.code.CodeVerifier}"
     columns = {"data_source": ["my_code"] * 2, "reward_model": ["assert f() ==", "assert f()"]}
     text = told(check_code_tests(rl([PLAIN] * 2, "code", None, verifiers, columns=columns)), Level.FAIL)[0]

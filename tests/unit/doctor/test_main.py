@@ -34,7 +34,7 @@ def inputs(tiny_tools, tokenizer, tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No Ray cluster and no lock but an empty one, whatever runs on this machine."""
+    """No Ray cluster and only an empty lock, whatever runs on this machine."""
     from verl_ext.doctor import versions
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # Ray's sockets have no room in `tmp_path`
@@ -46,14 +46,14 @@ def alone(monkeypatch):
         yield
 
 
-@pytest.mark.timeout(600)  # 19 s alone, and four times as long beside other work
+@pytest.mark.timeout(600)  # 19 s on an idle machine, and four times as long on a busy one
 def test_the_whole_examination_of_a_good_run(inputs, alone, capsys):
     with running_server(options=("--preload", "sympy")) as url:
         options = ["--config-name", "tiny_dapo", "--load-seconds", "0.5", f"retool.sandbox.urls=[{url}]", *inputs]
         status = main([*options, "--json"])
     report = json.loads(capsys.readouterr().out)
     told = [finding for finding in report["findings"] if finding["level"] != "OK"]
-    assert [finding for finding in told if "too busy" not in finding["message"]] == []  # tests beside this one load it
+    assert [finding for finding in told if "too busy" not in finding["message"]] == []  # other tests load the machine
     assert status == 0 and report["counts"] == {"OK": len(report["findings"]) - len(told), "WARN": len(told), "FAIL": 0}
     topics = {
         "versions",
@@ -182,7 +182,7 @@ def test_a_machine_that_cannot_be_looked_at_does_not_stop_a_run(inputs, alone, m
 
 
 def test_the_quick_part_imports_neither_torch_nor_verl(inputs):
-    """It stands before every start."""
+    """The doctor runs before every start."""
     code = (
         "import sys; from verl_ext.doctor.__main__ import main; main(sys.argv[1:]);"
         "sys.exit(bool({'torch', 'verl', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"

@@ -16,7 +16,7 @@ FSDP = "actor_rollout_ref.actor.fsdp_config"
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2"
 DEFERS = f"{FSDP}.use_no_sync_for_gradient_accumulation=true"
-H200_GIB = 139.8  # as torch tells it
+H200_GIB = 139.8  # as torch reports it
 
 
 def test_another_kind_of_model_is_not_estimated(make_run, make_machine, told, tmp_path):
@@ -62,7 +62,7 @@ def test_what_is_close_is_a_warning(make_run, make_machine, told):
     assert any(
         "training peaks at about 93 GiB" in text for text in told(check_memory(run, make_machine(0), 85.0), Level.WARN)
     )
-    # 366 GiB of weights and moments fit into 400, the processes' 64 beside them do not
+    # 366 GiB of weights and moments fit into 400, but not with the processes' 64 added
     tight = make_machine(memory_bytes=400 * GIB)
     assert "host memory of a node about 430 GiB" in told(check_memory(run, tight), Level.WARN)[0]
 
@@ -108,7 +108,7 @@ def test_separate_async_has_servers_on_gpus_of_their_own(make_run, make_machine,
     only_ok(alone)
     # 512 x 16 responses over 8 GPUs / 4 = 2 servers
     assert any("of 4,096 a step" in text for text in told(alone, Level.OK))
-    # with the hybrid engine, verl's default, servers are on the actor's GPUs, too, and awake while it validates
+    # with the hybrid engine, verl's default, servers also use the actor's GPUs, and are awake while it validates
     hybrid = list(check_memory(make_run("qwen2-32b_dapo", *mode, *settings), machine))
     assert "while it validates, vLLM takes" in told(hybrid, Level.WARN)[0]
     assert Level.FAIL not in {finding.level for finding in hybrid}
@@ -229,7 +229,7 @@ def test_only_adapters_have_gradients_and_moments(make_run):
     assert memory.sync == 2 * weights + 4 * (weights + adapters)  # vLLM's, and the actor's without its moments
     whole = make_run("qwen3-4b_dapo")
     saved = estimate(plan_of(whole)).training - memory.training
-    assert 12 * (weights - adapters) * 0.98 < saved < 12 * weights  # of 1 layer's gradients, too
+    assert 12 * (weights - adapters) * 0.98 < saved < 12 * weights  # including 1 layer's gradients
     assert "vLLM's weights while it sleeps 7.5 GiB" in memory.terms["host"]
     merged = estimate(plan_of(make_run("qwen3-4b_lora_dapo", "actor_rollout_ref.model.lora.merge=true")))
     assert "vLLM's weights while it sleeps" not in merged.terms["host"]  # at level 2, which drops them

@@ -1,4 +1,4 @@
-"""Names that a setting chooses by: what the sources say is what verl registers, and what is misspelt is told."""
+"""Names that settings choose: those in the sources are what verl registers, and misspelt ones are reported."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path={ROOT}/verl_ext/rollout/agent_l
 
 @pytest.fixture
 def run(make_run):
-    """As `make_run`; the agent loops' YAML is found from any folder."""
+    """Make a run as `make_run` does, with the agent loops' YAML found from any folder."""
     return lambda name, *overrides: make_run(name, *([LOOPS] if "_dapo" in name else []), *overrides)
 
 
@@ -34,7 +34,7 @@ def test_the_sources_say_what_verl_registers():
     assert known["trainer.v1.trainer_mode"] == set(TRAINER_REGISTRY)
     assert known["trainer.logger"] == set(Tracking.supported_backend)
     assert known[f"{ROLLOUT}.name"] == set(RolloutReplicaRegistry._registry)
-    assert reward_managers(None) == set(REWARD_MANAGER) - {"retool"}  # ours, where its module has been imported
+    assert reward_managers(None) == set(REWARD_MANAGER) - {"retool"}  # ours, if its module has been imported
     engines = set(registered(VERL / "checkpoint_engine", "CheckpointEngineRegistry.register"))
     assert engines >= CheckpointEngineRegistry._registry.keys() - {"shared_file"}  # without those of absent packages
 

@@ -56,7 +56,7 @@ def model(tiny_tools, tokenizer, tmp_path) -> Path:
 
 @pytest.fixture
 def say(make_run, model, tmp_path):
-    """The texts of what is no OK, of files, steps and rows."""
+    """Return the texts of findings other than OK, about files, steps and rows."""
 
     def look(train: Path | list[Path], val: Path | None = None, *overrides: str, name: str = "tiny_dapo") -> list[str]:
         files = ",".join(map(str, train)) if isinstance(train, list) else f"'{train}'"

@@ -39,7 +39,7 @@ def test_other_addresses_are_tried(url):
 
 @contextmanager
 def answering(status, body, ping=None):
-    """A server that gives every program one answer, and its ping another."""
+    """A server that gives every program the same answer, and pings a different one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -137,7 +137,7 @@ RESULT = {"status": "Finished", "stdout": "7\n", "stderr": "", "return_code": 0,
 
 
 def test_calls_of_a_step(make_run):
-    # 512 prompts x 16 responses x 2.9 calls; at the most 8 calls in each of 4 batches
+    # 512 prompts x 16 responses x 2.9 calls; at most 8 calls in each of 4 batches
     assert calls_per_step(make_run("qwen2-32b_dapo")) == (512 * 16 * 2.9, 512 * 16 * 8 * 4)
     published = make_run("qwen2-32b_dapo_published")
     assert calls_per_step(published) == (512 * 16 * 2.9, 512 * 16 * 7)

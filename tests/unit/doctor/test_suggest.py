@@ -1,4 +1,4 @@
-"""Which key is suggested for a wrong one: the nearest by meaning, then by letters, or none."""
+"""Which key is suggested in place of a wrong one: the nearest in meaning, then in spelling, or none."""
 
 import pytest
 

@@ -23,7 +23,7 @@ def other(tokenizer):
 
 @pytest.fixture
 def tiny_run(make_run, tiny_tools, tokenizer, tmp_path):
-    """A run whose model folder is there."""
+    """A run whose model folder exists."""
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_tools.build_model.build_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
 
@@ -136,7 +136,7 @@ def test_sft_that_shows_the_interpreters_output_otherwise(tiny_run, tokenizer, m
 
 
 def test_a_template_that_renders_past_turns_otherwise(tiny_run, other, told):
-    """As those that take the thinking out of turns that are over."""
+    """As templates do that remove the thinking from finished turns."""
     other.chat_template += "{% if messages | length > 3 %}{{ 'late' }}{% endif %}"
     other.chat_template = "{% if messages | length > 3 %}{{ 'early' }}{% endif %}" + other.chat_template
     run = tiny_run("tiny_sft", protocol("tiny_sft", "hermes"))
@@ -319,7 +319,7 @@ def test_rows_that_the_template_refuses_are_named(look, tiny_run, other, told, r
 
 
 def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwen, tmp_path, told, only_ok):
-    """verl's rollout gives the chat template the schemas of `function_tool_path`, too."""
+    """verl's rollout also gives the chat template the schemas of `function_tool_path`."""
     (tmp_path / "tools.py").write_text(
         "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef cost_of(item: str) -> str:\n"
         f"    '''Look up {'1 ' * 500}\n\n    Args:\n        item: its name\n    '''\n    return '7'\n"

@@ -1,4 +1,4 @@
-"""Keys that are set and that no code reads: found by a method, kept in a file, told by the doctor."""
+"""Keys that are set and that no code reads: found by a method, kept in a file, reported by the doctor."""
 
 import ast
 import json
@@ -91,7 +91,7 @@ def test_sft_reads_other_keys(make_run, told):
 
 
 def test_what_the_list_by_hand_has_is_read_somewhere():
-    """Else the method would find it."""
+    """Otherwise the method would find it."""
     assert not {*KEYS_WITHOUT_EFFECT} & unread_keys("ppo_trainer") - {
         f"{ROLLOUT}.multi_turn.max_tool_response_length",  # has a key of ours instead
         "data.return_raw_chat",

@@ -1,4 +1,4 @@
-"""The verl tool `code_interpreter`, from its YAML, against a real sandbox, and in verl's own way to call tools."""
+"""The verl tool `code_interpreter`, from its YAML, against a real sandbox, called as verl calls tools."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ async def tool(url, monkeypatch) -> AsyncIterator[CodeInterpreter]:
     monkeypatch.setenv("SANDBOX_URL", url)
     (tool,) = initialize_tools_from_config(CONFIG)
     yield tool
-    await tool.client.aclose()  # it is the process's, but each test has an event loop of its own
+    await tool.client.aclose()  # the process shares it, but each test has its own event loop
 
 
 def with_settings(tool: CodeInterpreter, **settings: object) -> CodeInterpreter:

@@ -1,4 +1,4 @@
-"""Whose error an exception of a tool is: tools as verl's BaseTool and FunctionTool have them, in the real loop."""
+"""Who is to blame for a tool's exception: tools of verl's BaseTool and FunctionTool kinds, in the real loop."""
 
 import asyncio
 import builtins
@@ -314,7 +314,7 @@ def test_an_address_that_the_model_named_and_that_does_not_answer_is_its_own_err
 @pytest.mark.parametrize("status", [404, 403, 429, 500])
 @pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
 def test_a_page_that_the_model_named_and_that_is_refused_is_its_own_error(call, backend, get, status):
-    """Else the address of no page would take a whole group out of training: exclusion would be for sale."""
+    """Otherwise the address of a missing page would take a whole group out of training: exclusion would be for sale."""
     url, answer = backend
     answer.update(status=status, type="text/html", body=b"<html></html>")
     fields, *_ = call(lambda what: get(what), f"{url}/no-such-page")

@@ -126,7 +126,7 @@ def merger(tmp_path, monkeypatch):
 def test_a_checkpoint_is_merged_once_and_again_when_its_shards_are_newer(tmp_path, merger, capsys):
     shards = make_step(tmp_path / "run", 5)
     checkpoint = find_checkpoint(shards)
-    (tmp_path / "run" / "merged_step_5.part").mkdir()  # of a merge that was broken off
+    (tmp_path / "run" / "merged_step_5.part").mkdir()  # of an interrupted merge
     assert merge(checkpoint) == tmp_path / "run" / "merged_step_5" and checkpoint.merged.is_dir()
     assert merger() == [
         f"-m verl.model_merger merge --backend fsdp --local_dir {shards} --target_dir {checkpoint.merged}.part"

@@ -1,4 +1,4 @@
-"""Which settings an evaluation takes that names no --config."""
+"""Which settings an evaluation uses if it names no --config."""
 
 import json
 import threading
@@ -113,7 +113,7 @@ def test_a_machine_without_gpus_gets_the_settings_of_one(gpus):
 
 @pytest.fixture
 def server() -> Iterator[dict]:
-    """Serves a list of models whose `root` is told by the dictionary; yields it, with the `url`."""
+    """Serve a list of models whose `root` is in the dictionary; yield the dictionary, with the `url`."""
     said = {"root": None}
 
     class Models(BaseHTTPRequestHandler):
@@ -142,7 +142,7 @@ def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, 
     assert (config.retool.protocol, chosen.config) == ("hermes", "tiny_dapo")
     assert config.actor_rollout_ref.rollout.val_kwargs.n == 3
     assert f"evaluate: settings of the model's run, {tmp_path / 'run'}" in capsys.readouterr().out
-    server["said"]["root"] = "Qwen/Qwen3-4B"  # on another machine, or of the hub
+    server["said"]["root"] = "Qwen/Qwen3-4B"  # on another machine, or from the hub
     with pytest.raises(SystemExit, match="evaluate: The protocol .* no folder of it is here. Say --protocol code"):
         main(argv)
     assert _settings(parse_args([*argv, "--protocol", "code"]), None)[0].retool.protocol == "code"

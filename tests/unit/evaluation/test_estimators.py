@@ -87,7 +87,7 @@ def test_bootstrap_repeats_with_its_seed_and_differs_with_another():
 def test_many_problems_are_drawn_in_parts_of_bounded_memory(monkeypatch):
     monkeypatch.setattr(
         "verl_ext.evaluation.estimators.MAX_CELLS", 8
-    )  # 4 problems: two resamples at a time, the last alone
+    )  # 4 problems: two resamples at a time, the last by itself
     num = np.array([[1.0], [1.0], [1.0], [1.0]])
     assert bootstrap_ratios(num, np.ones_like(num), draws=5, seed=0).tolist() == [[1.0]] * 5
 
@@ -104,7 +104,7 @@ def right(number, problems, each=1.0):
 
 
 def share(shares):
-    """As an evaluation does it: the bootstrap's interval where it can be had."""
+    """As in an evaluation: the bootstrap's interval if there is one."""
     den = np.ones_like(shares)
     return share_95(shares, den, bootstrap_ratios(shares[:, None], den[:, None], draws=2000, seed=0)[:, 0])
 

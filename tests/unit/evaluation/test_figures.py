@@ -10,7 +10,7 @@ from verl_ext.outcome import EVALUATION_FAILURES
 
 
 def row(problem, session, acc, **changes):
-    """A row as verl's PPOTrainer._write_generations writes it with our reward manager's keys."""
+    """Return a row as verl's PPOTrainer._write_generations writes it with our reward manager's keys."""
     return {
         "input": f"user\n{problem}\nassistant\n",
         "output": "\\boxed{7}",
@@ -43,7 +43,7 @@ def write(path, rows):
 
 @pytest.fixture
 def samples(tmp_path):
-    """Turns rows into what read_dump gives."""
+    """Turn rows into what read_dump returns."""
     return lambda rows: read_dump(write(tmp_path / "dump.jsonl", rows))
 
 
@@ -56,7 +56,7 @@ TWO_PROBLEMS = [
 
 
 def test_problems_of_one_template_are_one_unit_of_intervals_and_tests(samples):
-    """Ten problems of one template that go right or wrong together say no more than one problem."""
+    """Ten problems of one template that are right or wrong together carry no more information than one."""
     verdicts = {f"template-{t}": t % 3 > 0 for t in range(12)}
     single = samples([row(f"{t}-0", 0, right) for t, right in verdicts.items()])
     shared = samples([row(f"{t}-{i}", 0, right, id=t) for t, right in verdicts.items() for i in range(10)])
@@ -269,7 +269,7 @@ def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples)
     assert compare(after, dump, draws=10) == {}
     records = samples([row("a", 0, 1) | {"problem": "0f3a"}])  # which name a problem by a hash
     assert compare(before, records, draws=10)["tiny_tools"].num_problems == 1
-    # As the viewer reads them
+    # As the viewer reads them.
     without_text = [samples([row("a", 0, 1, input="") | {"problem": name}]) for name in "ab"]
     assert compare(*without_text, draws=10) == {}
 

@@ -156,7 +156,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capsys, data, tmp_path):
-    """Run the script on `data`; returns what it printed and the ids it kept."""
+    """Run the script on `data`; return what it printed and the ids it kept."""
     import pandas as pd
 
     def run(*args):
@@ -276,7 +276,7 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
     }
 
     def run(override="trainer.nnodes=1", breaks_at=""):
-        """In a process of its own: it adopts the orphans of what it starts."""
+        """Run the script in a separate process, because it adopts the orphans of what it starts."""
         return subprocess.run(
             [*map(str, command), "--generate", str(launcher), override],
             env=os.environ | variables | {"FAKE_BREAK": breaks_at},

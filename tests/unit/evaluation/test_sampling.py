@@ -211,7 +211,7 @@ def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, to
 
 
 def test_a_call_that_the_sandbox_fails_is_made_again_and_the_response_stays(config, tokenizer, tmp_path, monkeypatch):
-    """To sample it anew would favour responses without calls."""
+    """Sampling it again would favour responses without calls."""
     from omegaconf import OmegaConf
 
     monkeypatch.setattr("verl_ext.rollout.loop.RETRY_PAUSE_S", 0.0)

@@ -12,7 +12,7 @@ from tests.unit.fleet.members_scene import make_world
 
 
 def _after_what_is_ready(wait: Any) -> Any:
-    """A slow machine may take longer than a round's hundredth of a second for heartbeats that need no time at all."""
+    """A slow machine may need more than a round's hundredth of a second even for heartbeats that take no time."""
 
     async def waits(*args: Any, **kwargs: Any) -> Any:
         for _ in range(50):  # turns of the loop; a heartbeat takes a few
@@ -24,7 +24,7 @@ def _after_what_is_ready(wait: Any) -> Any:
 
 @pytest.fixture
 def make(cpu_platform, monkeypatch):
-    """Makes the manager of the weights of some replicas."""
+    """Make the weight manager of some replicas."""
     from verl_ext.fleet import recovery, transfer
 
     monkeypatch.setattr(transfer, "_group", Group)

@@ -1,4 +1,4 @@
-"""A fleet over made-up replicas: servers, their workers, the actor, and a clock of its own."""
+"""A fleet over made-up replicas: servers, their workers, the actor, and a fake clock."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ LIMITS = HealthSettings(
 
 
 class EngineDeadError(Exception):
-    """As vLLM's."""
+    """Stands in for vLLM's error."""
 
 
 class Worker:
-    """What Ray's handle leads to. `mode`: well, dead (says so), hangs, unreachable, or gone or oom (the process)."""
+    """What Ray's handle refers to. `mode`: well, dead (says so), hangs, unreachable, or gone or oom (the process)."""
 
     def __init__(self) -> None:
         self.mode, self.given_up = "well", 0
@@ -43,7 +43,7 @@ class Worker:
 
 
 class Server(Worker):
-    """With vLLM's engine."""
+    """A worker that also has vLLM's engine."""
 
     async def beat(self) -> None:
         await self._answer()
@@ -55,7 +55,7 @@ class Server(Worker):
 
 
 class Replica:
-    """As verl's; its calls behave as `at` says: name of a call -> mode of the server."""
+    """Like verl's; its calls behave as `at` says: name of a call -> mode of the server."""
 
     def __init__(self, number: int, log: list | None = None, **at: str):
         self.replica_rank, self.at, self.log = number, at, [] if log is None else log

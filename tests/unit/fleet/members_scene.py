@@ -58,7 +58,7 @@ class Router:
 
 
 def make_world(monkeypatch):
-    """Two servers, with verl's managers, whose lists are one at first, as verl's are."""
+    """Two servers, with verl's managers, which at first share one list, as in verl."""
     from verl_ext.fleet import members, replicas
 
     world = SimpleNamespace(log=[], step=7, is_broken=False, free=4, late=[])

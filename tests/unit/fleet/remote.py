@@ -1,4 +1,4 @@
-"""Ray's actors, as far as our code calls them, in this process."""
+"""Ray's actors in this process, as far as our code calls them."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ class Remote:
         self.actor = actor
 
     def __getattr__(self, name: str) -> SimpleNamespace:
-        getattr(self.actor, name)  # as Ray's, it has what its actor has
+        getattr(self.actor, name)  # like Ray's handle, it has what its actor has
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = getattr(self.actor, name)(*args, **kwargs)

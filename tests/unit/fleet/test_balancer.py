@@ -1,4 +1,4 @@
-"""`retool.fleet.routing`: what verl asks of a router, and which runs can have the ring."""
+"""`retool.fleet.routing`: what verl asks of a router, and which runs can use the ring."""
 
 import asyncio
 from functools import partial
@@ -113,7 +113,7 @@ def test_the_oldest_rollouts_are_forgotten(asked, monkeypatch):
 
 
 class Handle:
-    """Of a router that lives in this process."""
+    """The handle of a router that lives in this process."""
 
     def __init__(self, router, *names):
         async def call(function, **kwargs):
@@ -129,7 +129,7 @@ NAMES = ["acquire_server", "release_server", "require_acquire_fields", "require_
 
 
 def client(router, monkeypatch, *names, watched=False):
-    """verl's client over servers that raise what `broken` has for them; `watched`: that of `retool.fleet.health`."""
+    """Return verl's client over servers that raise what `broken` has; `watched`: that of `retool.fleet.health`."""
     from verl.workers.rollout import llm_server
     from verl.workers.rollout.replica import TokenOutput
 
@@ -161,7 +161,7 @@ async def ask(client, rollout):
 
 
 async def served(client, router, rollouts):
-    """How many rollouts got an answer, and what each server was asked for in all."""
+    """Return how many rollouts got an answer, and what each server was asked for in all."""
     answers = 0
     for rollout in rollouts:
         try:

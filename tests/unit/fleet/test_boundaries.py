@@ -33,7 +33,7 @@ def test_a_pause_without_new_weights_parts_nothing():
 
 
 def test_tokens_that_the_server_dropped_are_in_no_run():
-    """vLLM samples on for a step or two after a stop string."""
+    """vLLM continues to sample for a step or two after a stop string."""
     boundaries = Boundaries()
     boundaries.admit("a", 3)
     boundaries.cross({"a": 5}, 4)

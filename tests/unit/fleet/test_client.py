@@ -1,4 +1,4 @@
-"""A turn over servers that die under it: verl's own client and load balancer, and servers that are made up."""
+"""A turn on servers that die during it: verl's own client and load balancer, with made-up servers."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ TEXT = list(range(100, 110))  # what the model says to any prompt, token for tok
 
 
 class Server:
-    """Says `TEXT`; of each token the log-prob is minus its number, and the version that of the server."""
+    """Says `TEXT`; a token's log-prob is minus its number, and its version is the server's."""
 
     def __init__(self, version: int, dies_after: int | None = None, loses: str = ""):
         self.version, self.dies_after, self.loses, self.asked = version, dies_after, loses, []
@@ -46,7 +46,7 @@ class Server:
 
 @pytest.fixture
 def ask(cpu_platform, monkeypatch):
-    """Asks for one turn; returns (its output, its attempts, the load balancer)."""
+    """Ask for one turn; return (its output, its attempts, the load balancer)."""
     from verl.workers.rollout import llm_server, router
 
     from verl_ext.fleet import client as clients
@@ -66,7 +66,7 @@ def ask(cpu_platform, monkeypatch):
             )
             with noted_attempts() as attempts:
                 output = await client.generate("rollout", prompt_ids=[1], sampling_params={"max_tokens": 8})
-            await sleep(0.01)  # releases are on their way
+            await sleep(0.01)  # releases are still being sent
             return output, attempts, balancer
 
         return asyncio.run(asyncio.wait_for(turn(), 20))
@@ -101,7 +101,7 @@ def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(
 
 
 class OutOfReach(Server):
-    """Ray cannot reach it at its first requests; it lives."""
+    """Ray cannot reach the server for its first requests, but it is alive."""
 
     def __init__(self, times: int):
         super().__init__(3)
@@ -154,7 +154,7 @@ def test_a_turn_waits_for_a_server_where_none_is_left_and_fails_when_none_comes(
 
 
 def test_a_turn_that_an_update_broke_off_is_no_loss(ask):
-    """verl's own reason to try again: it counts no attempt, and the server stays."""
+    """verl's own reason to try again: it does not count as an attempt, and the server stays."""
 
     class Aborting(Server):
         async def generate(self, **kwargs):
@@ -189,7 +189,7 @@ def test_a_turn_waits_for_a_router_that_cannot_be_reached_as_for_a_server(ask, m
 
 @pytest.mark.parametrize("times", [2, 99])
 def test_a_router_that_cannot_be_reached_as_a_server_is_lost_costs_no_turn(ask, monkeypatch, times):
-    """It is told again; where it stays out of reach the watch tells it, and the turn goes on."""
+    """The router is notified again; if it stays out of reach the watch notifies it, and the turn continues."""
     from ray.exceptions import ActorUnavailableError
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
@@ -241,7 +241,7 @@ def test_a_router_that_is_gone_is_a_failure_of_infrastructure_and_no_servers(ask
 
 @pytest.mark.parametrize("hangs", ["acquire_server", "remove_servers"])
 def test_a_router_that_hangs_does_not_hang_the_turn(ask, monkeypatch, hangs):
-    """Its process is there and does not answer."""
+    """Its process exists but does not answer."""
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
     from verl_ext.fleet import client as clients

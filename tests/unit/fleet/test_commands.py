@@ -13,7 +13,7 @@ from verl_ext.fleet.commands import FOLDER, NoAnswer, Refused, ask, clear, take
 
 @pytest.fixture
 def obey(tmp_path):
-    """Begin to answer the commands of `tmp_path` by a function; they are also noted in the list that it returns."""
+    """Begin to answer the commands of `tmp_path` with a function; return a list in which they are also noted."""
     ended, threads = threading.Event(), []
 
     def obey(reply):

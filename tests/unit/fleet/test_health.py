@@ -1,4 +1,4 @@
-"""When a server counts as dead: a fake clock, and heartbeats that are told."""
+"""When a server counts as dead, with a fake clock and scripted heartbeats."""
 
 import importlib.util
 import re
@@ -203,7 +203,7 @@ def test_a_pulse_is_silent_while_no_round_ends_and_somebody_looks():
 
 
 def test_time_in_which_nobody_looked_at_a_pulse_is_no_silence():
-    """The whole process may have stood still: of an hour there count the 10 s of a look."""
+    """The whole process may have stood still: only the 10 s of a look count, even after an hour."""
     now = [0.0]
     pulse = Pulse(lambda: now[0])
     now[0], pulse.rounds = 1.0, 1

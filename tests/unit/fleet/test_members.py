@@ -1,4 +1,4 @@
-"""Servers that come and go: what verl's managers, its router and the commands get to know. Actors are fakes."""
+"""Servers that come and go: what verl's managers, its router and the commands learn. Actors are fakes."""
 
 import threading
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_a_server_that_is_removed_gets_no_request_before_it_is_stopped_and_its_g
     world.may_leave.set()
     wait_until(lambda: states(world) == {1: "serves"})
     assert world.log[1:] == [("abort", 0, True), ("kill", "server 0"), ("kill", "worker 0"), ("free", "gpus 0")]
-    assert world.free == 5 and not world.late  # not before Ray says so
+    assert world.free == 5 and not world.late  # only once Ray says so
 
 
 def test_a_dead_server_is_removed_too(world):

@@ -1,4 +1,4 @@
-"""Servers that are watched, or fail, as they come and go."""
+"""Servers that are watched, or fail, while they come and go."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ def test_a_removed_server_that_hangs_hands_its_requests_back_and_is_killed_where
 
 
 def test_a_server_that_dies_while_it_is_removed_is_left_to_the_watch(world):
-    """The watch stops it and starts another: a second one must not."""
+    """The watch stops it and starts another; nothing else may do so as well."""
     replica, world.checkpoints.dead = world.checkpoints.replicas[1], set()
     out = world.router.remove_servers.remote
     world.router.remove_servers = call(lambda names: out(names) and world.checkpoints.dead.add(replica))
@@ -54,7 +54,7 @@ def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, 
 
 
 def test_a_server_stays_where_the_router_does_not_answer(world):
-    """Half removed it would get no requests, and nobody would stop it. The router may do later what it was asked."""
+    """Half removed, it would get no requests, and nobody would stop it. The router may act on the request later."""
     asked, get = [], world.ray.get
 
     def get_in_time(answer, timeout=None):
@@ -95,7 +95,7 @@ def test_two_servers_that_are_added_at_once_do_not_get_the_same_gpu(world):
 
 
 def test_an_added_server_that_does_not_start_in_time_has_failed(world):
-    """The watch says that no server is left only where none is on its way."""
+    """The watch says that no server is left only if none is starting."""
     OmegaConf.update(world.servers.config, "retool.fleet.health.wait_s", 0.05)
     world.may_start.clear()
     world.members.add()
@@ -107,7 +107,7 @@ def test_an_added_server_that_does_not_start_in_time_has_failed(world):
 
 
 def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
-    """It must not be among those that have weights before it has them: the watch would route to it."""
+    """It must not count as having weights before it has them: the watch would route requests to it."""
     from verl_ext.fleet.members import Members
 
     watched = world.checkpoints
@@ -121,7 +121,7 @@ def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
     wait_until(lambda: watched.newcomers)
     wait_until(lambda: not watched.starting)
     assert states(world) == {0: "serves", 1: "serves", 5: "waits for weights"}
-    # Also one that sits an update out: its address and its weights are told.
+    # Also one that sits an update out: its address and its weights are reported.
     watched.newcomers.append(sits_out := watched.replicas.pop())
     row = world.members.rows()[1]
     assert (row["state"], row["address"]) == ("waits for weights", sits_out.server_address)

@@ -18,7 +18,7 @@ class Engine:
 
 
 def servers():
-    """A module with a server that does of verl's what matters here."""
+    """A module with a server that does the parts of verl's server that matter here."""
 
     class Server:
         async def run_server(self, args):

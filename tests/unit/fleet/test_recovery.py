@@ -1,4 +1,4 @@
-"""The fleet over made-up replicas: who leaves, and who comes."""
+"""The fleet over made-up replicas: which servers leave, and which ones join."""
 
 import asyncio
 import gc
@@ -126,7 +126,7 @@ def test_the_heartbeat_of_a_server_that_was_buried_may_fail_unread(scene):
 
 @pytest.mark.parametrize("mode", ["gone", "hangs"])
 def test_a_server_whose_worker_is_gone_or_hangs_is_dead_though_it_answers(scene, mode):
-    """No update could give it weights; one that is under way ends with its death."""
+    """No update could give it weights; an update that is under way ends when it dies."""
 
     async def script(made):
         made.replicas[0].worker.mode = mode
@@ -196,7 +196,7 @@ def test_a_well_server_that_a_client_took_for_dead_comes_back(scene):
 
 
 def test_a_server_that_dies_after_its_answer_does_not_come_back_by_it(scene):
-    """A client meets the death before the next heartbeat does, and takes it out."""
+    """A client notices the death before the next heartbeat does, and takes the server out of the router."""
 
     async def script(made):
         dying = made.replicas[0].server
@@ -302,7 +302,7 @@ def test_a_server_may_have_the_address_of_one_that_was_removed(scene, tmp_path):
     async def script(made):
         removed, again = made.replicas[0], Replica(0)
         made.weights.replicas = [made.replicas[1]]
-        await made.rounds(1)  # the round that sees it takes it out of the router, too
+        await made.rounds(1)  # the round that sees it also takes it out of the router
         assert made.routed() == ["server 1"]
         again.replica_rank = 2
         made.weights.newcomers.append(again)
@@ -339,7 +339,7 @@ def test_replacements_have_an_end(scene, caplog):
 
 
 def test_tries_to_start_one_get_rarer(scene, monkeypatch):
-    """A GPU that is gone must not spend the replacements of the run in a minute."""
+    """A lost GPU must not use up the run's replacements within a minute."""
     from verl_ext.fleet import recovery
 
     pauses, sleep = [], asyncio.sleep

@@ -157,7 +157,7 @@ def test_a_newcomer_that_dies_in_an_update_before_its_first_round_is_buried_and_
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_server_that_an_update_moves_while_a_round_looks_was_not_removed(scene, tmp_path, joins):
-    """From newcomers to the others, or back as it is silent; the update is a thread beside the round."""
+    """From newcomers to the others, or back because it is silent; the update runs in a thread during the round."""
 
     async def script(made):
         class Newcomers(list):

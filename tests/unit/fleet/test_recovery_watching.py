@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
 
 @pytest.fixture
 def unwatched(make, tmp_path):
-    """A fleet whose watching fails in a tenth of a second."""
+    """A fleet whose watching fails within a tenth of a second."""
     made = Scene(make, tmp_path)
 
     def wrong() -> None:
@@ -84,7 +84,7 @@ def test_a_wait_that_a_fault_ends_is_closed_in_the_timeline(unwatched):
 
 @pytest.fixture
 def router_is_away(scene, monkeypatch):
-    """Plays a script with a router that cannot be reached while `away` is not empty."""
+    """Play a script with a router that cannot be reached while `away` is not empty."""
     from ray.exceptions import ActorUnavailableError
 
     from verl_ext.fleet import recovery
@@ -182,7 +182,7 @@ def test_a_router_that_never_answers_does_not_hide_how_long_a_server_is_silent(s
 
 @pytest.mark.parametrize("waits_for", ["a newcomer's weights", "nothing"])
 def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, waits_for):
-    """As where Ray's head is gone: a call of Ray does not return."""
+    """As if Ray's head were gone: a call of Ray does not return."""
     from verl_ext.fleet import recovery, transfer
 
     monkeypatch.setattr(transfer, "UNWATCHED_S", 1.5)
@@ -198,7 +198,7 @@ def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, 
         threading.Thread(target=hold, daemon=True).start()
         assert is_held.wait(10)
     made.fleet.watch()
-    for _ in range(90):  # it goes on: no complaint
+    for _ in range(90):  # it continues without a complaint
         made.weights.check()
         time.sleep(0.02)
     made.balancer.get_all_servers = lambda: is_over.wait(30)  # holds the thread's loop
@@ -297,7 +297,7 @@ def test_a_start_that_never_ends_has_failed_after_wait_s(make, tmp_path):
         made.fleet.actor_works()
     assert read_servers(tmp_path).failed_starts == 1
     assert "did not start in 0.2 s" in (tmp_path / "servers.jsonl").read_text()
-    never.set()  # its GPUs would be nobody's
+    never.set()  # it must be stopped, or its GPUs would be nobody's
     deadline = time.monotonic() + 10
     while late not in made.stopped:
         assert time.monotonic() < deadline

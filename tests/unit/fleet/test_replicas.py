@@ -1,4 +1,4 @@
-"""What the stop of a server waits for, over a made-up Ray whose clock runs while somebody waits."""
+"""What stopping a server waits for, over a made-up Ray whose clock runs while somebody waits."""
 
 import threading
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from verl_ext.fleet import replicas
 
 
 class Ray:
-    """Of one node with a GPU for each group. Events: at a time, which group gives its GPU back, or who takes it."""
+    """A Ray of one node with a GPU per group. Events: at a time, which group gives its GPU back, or who takes it."""
 
     def __init__(self, groups: str, *events: tuple[float, str, str]):
         self.now, self.free, self.groups, self.events = 0.0, 0, {*groups}, sorted(events)
@@ -35,7 +35,7 @@ class Ray:
         return {"GPU": self.free + float(len(self.groups))} | of_groups
 
     def available_resources(self) -> dict[str, float]:
-        return {"GPU": float(self.free)} if self.free else {}  # as Ray, which leaves a zero out
+        return {"GPU": float(self.free)} if self.free else {}  # like Ray, which omits a zero
 
     def remove_placement_group(self, group: SimpleNamespace) -> None:
         self.removed.append(group.id.hex())
@@ -43,7 +43,7 @@ class Ray:
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Stops the server of some groups; returns when that returned, in seconds."""
+    """Stop the server of some groups; return when that returned, in seconds."""
 
     def stops(ray: Ray, *groups: str) -> float:
         monkeypatch.setattr(replicas, "ray", ray)

@@ -1,4 +1,4 @@
-"""Who gets which request, on a clock that the test moves."""
+"""Which server gets which request, on a clock that the test moves."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def clock():
 
 
 def homes(slots, rollouts):
-    """Where each rollout goes while nothing else is under way."""
+    """Return where each rollout goes while nothing else is under way."""
     router = Router(slots)
     found = {}
     for rollout in rollouts:
@@ -58,7 +58,7 @@ def test_a_rollout_stays_on_its_slot_while_others_come_and_go():
     for rollout in ROLLOUTS[:100]:
         router.acquire(rollout)
     router.add("e")
-    assert [router.acquire("mine") for _ in range(50)] == [slot] * 50  # beyond the bound, too
+    assert [router.acquire("mine") for _ in range(50)] == [slot] * 50  # even beyond the bound
 
 
 def test_a_full_slot_takes_no_first_turn_but_the_turns_of_its_rollouts():
@@ -132,7 +132,7 @@ def test_without_a_slot_the_error_has_the_words_that_verls_client_waits_for():
 
 
 def drive(router, clock, requests, is_failing, at_once=16, takes_s=1.0):
-    """Requests of new rollouts, so many at once: an answer takes a second, a failure none. Returns who got them."""
+    """Send requests, `at_once` at a time: an answer takes a second, a failure none. Return each server's number."""
     got, running = Counter(), []
     for rollout in requests:
         while len(running) >= at_once:
@@ -201,7 +201,7 @@ def test_a_slot_that_comes_back_has_no_penalty(clock):
     router = Router(("a", "b"), clock=clock)
     router.failed("a")
     router.remove("a")
-    router.failed("a")  # told late
+    router.failed("a")  # reported late
     router.add("a")
     assert {router.acquire(rollout) for rollout in ROLLOUTS[:100]} == {"a", "b"}
 

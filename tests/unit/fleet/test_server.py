@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)  # vLLM's import
 
 
 def serve(name: str, **changes: Any) -> Any:
-    """A server of our class, as verl's `__init__` and `run_server` leave it, without vLLM's process."""
+    """Return a server of our class, as verl's `__init__` and `run_server` leave it, without vLLM's process."""
     from verl.workers.rollout.replica import RolloutMode
     from verl.workers.rollout.vllm_rollout import vllm_async_server
 
@@ -41,7 +41,7 @@ def serve(name: str, **changes: Any) -> Any:
 
 @pytest.fixture
 def scene(cpu_platform):
-    """Runs a coroutine function with a server and its engine."""
+    """Run a coroutine function with a server and its engine."""
 
     def play(name: str, script: Callable[..., Any], **changes: Any) -> Any:
         async def run() -> Any:
@@ -66,13 +66,13 @@ def ask(server: Any, name: str, tokens: int) -> asyncio.Future:
 
 
 async def settle() -> None:
-    """Let every task go on as far as it can."""
+    """Let every task continue as far as it can."""
     for _ in range(200):
         await asyncio.sleep(0)
 
 
 async def update(server: Any, engine: Engine, version: int) -> None:
-    """As verl's checkpoint engine: pause, load, name the version, go on."""
+    """Update as verl's checkpoint engine does: pause, load, name the version, resume."""
     await server.abort_all_requests()
     await server.clear_kv_cache()
     engine.weights = version
@@ -82,7 +82,7 @@ async def update(server: Any, engine: Engine, version: int) -> None:
 
 
 def versions(output: Any) -> list[int]:
-    """Of each token, as the server tells it."""
+    """Return the version of each token, as the server reports it."""
     return [version for tokens, version in output.extra_fields["version_runs"] for _ in range(tokens)]
 
 
@@ -199,7 +199,7 @@ def test_a_request_that_comes_during_an_update_waits_for_the_new_weights(scene):
 
 
 def test_an_update_waits_for_requests_on_their_way_into_the_engine(scene):
-    """One that came in after the pause would have the old version's salt, and tokens of the new one."""
+    """A request that came in after the pause would have the old version's salt, but tokens of the new one."""
 
     async def script(server, engine):
         request = ask(server, "a", 2)

@@ -64,7 +64,7 @@ class Engine:
         self.output_processor.process_outputs(outputs, 0.0, None)
 
     async def watch(self) -> None:
-        """As vLLM's monitor and output handler: all requests get the error when the process is gone."""
+        """Like vLLM's monitor and output handler: all requests get the error once the process is gone."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         while not self.errored:
@@ -84,7 +84,7 @@ class Engine:
 
 @pytest.fixture
 def scene(cpu_platform, monkeypatch):
-    """Runs a coroutine function with a server and its engine, whose process a test may kill."""
+    """Run a coroutine function with a server and its engine, whose process a test may kill."""
     from verl.workers.rollout.replica import RolloutMode
     from verl.workers.rollout.vllm_rollout import vllm_async_server
 
@@ -174,7 +174,7 @@ def test_requests_of_a_killed_engine_return_with_their_tokens_and_log_probs(scen
 
 @pytest.mark.parametrize("method", ["update_weights_from_ipc", "another"])
 def test_a_server_that_could_not_load_its_weights_says_so_in_its_heartbeat(scene, method):
-    """vLLM's engine goes on, and its worker sends no answer to who sends the weights."""
+    """vLLM's engine continues, but its worker does not answer the sender of the weights."""
 
     async def script(server, engine):
         async def collective_rpc(**_: Any) -> None:
@@ -255,7 +255,7 @@ def test_without_a_watch_verls_own_client_is_told_and_asks_no_dead_engine_again(
 
 def test_an_engine_ends_with_the_process_of_its_server(scene):
     async def script(server, engine):
-        server._reaper.stdin.close()  # as where the process is killed
+        server._reaper.stdin.close()  # as if the process were killed
         assert await asyncio.to_thread(engine.process.wait, 10) == -9
 
     scene(script)

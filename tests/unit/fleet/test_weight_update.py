@@ -1,4 +1,4 @@
-"""Which runs can have which mode of `retool.fleet.weight_update`."""
+"""Which runs can use which mode of `retool.fleet.weight_update`."""
 
 import pytest
 

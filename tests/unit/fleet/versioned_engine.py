@@ -16,7 +16,7 @@ class Detokenizer:
 class Engine:
     """vLLM's AsyncLLM. `step` samples one token of each request that runs; the token is the version of the weights.
 
-    The front end counts tokens behind the core: it reads a message only when the event loop comes round.
+    The front end's count of tokens lags behind the core: it reads a message only when the event loop gets to it.
     """
 
     errored, weights, room = False, 1, 4

@@ -11,7 +11,7 @@ from verl_ext.ledger.servers import FILE, ServerJournal, read_servers
 
 
 def command(folder: Path) -> subprocess.CompletedProcess:
-    """Of a run that drew no prompt."""
+    """Run the ledger's command on a run that drew no prompt."""
     PromptLedger(folder).end_step(1, {}, (), 0)
     arguments = [sys.executable, "-m", "verl_ext.ledger", str(folder)]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The estimate against what was measured on a GPU, and what the published run logged; test_simulate.py has the rest."""
+"""The estimate against GPU measurements and against what the published run logged; test_simulate.py has the rest."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from verl_ext.memory.estimate import RESERVED, Plan, estimate
 from verl_ext.memory.shape import ModelShape, read_shape
 from verl_ext.memory.words import GIB
 
-H200_GIB = 139.8  # as torch tells it
+H200_GIB = 139.8  # as torch reports it
 
 
 # A GPU --------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ FOUR_B = read_shape("Qwen/Qwen3-4B-Instruct-2507")
 def test_estimate_agrees_with_a_gpu(shape, tokens, options, gib):
     """torch.cuda.max_memory_allocated of a second step of two micro-batches on one H100, torch 2.11, FSDP2 on one rank.
 
-    fp32 weights, bf16 compute, and a loss that makes the gradient of the logits beside them.
+    fp32 weights, bf16 compute, and a loss that makes the gradient of the logits in addition to the logits.
     """
     assert estimate(Plan(shape, tokens, keeps_logits=True, **options)).training / GIB == pytest.approx(gib, rel=0.03)
 
@@ -52,8 +52,8 @@ LOGGED_GIB = (214.8, 216.1)  # perf/max_memory_allocated_gb of its first and ten
 def test_estimate_agrees_with_the_published_log_if_that_counts_a_sleeping_vllm():
     """214.8 GiB are more than an H200 has, so not all of it was there at once.
 
-    Inferred, not read: that run's verl (0.5 or 0.6) had vLLM's worker in the actor's process, and torch goes on
-    counting vLLM's pool as allocated when sleep mode has given its pages back (vllm pull 11743, verl pull 1101). Then
+    Inferred, not read: that run's verl (0.5 or 0.6) had vLLM's worker in the actor's process, and torch still
+    counts vLLM's pool as allocated when sleep mode has given its pages back (vllm pull 11743, verl pull 1101). Then
     the log is the actor's peak and 0.9 of the GPU. That verl sharded with FSDP1 by default, which keeps embedding and
     head unsharded (2.9 GiB here). That it ran on 8 GPUs follows from its 641 tokens/s per GPU.
     """
@@ -70,7 +70,7 @@ def test_reserved_memory_is_as_the_published_log_has_it():
 
 
 def test_verl_logs_the_largest_mini_batch_of_the_first_rank_and_sums_nothing():
-    """What the docstring of verl_ext/memory/estimate.py and docs/guides/doctor.md say of verl 0.9.1."""
+    """The docstring of verl_ext/memory/estimate.py and docs/guides/doctor.md say this of verl 0.9.1."""
     from verl.single_controller.base.decorator import _concat_data_proto_or_future
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import reduce_metrics

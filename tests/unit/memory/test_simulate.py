@@ -1,4 +1,4 @@
-"""The simulated step against real ones, whose storages are counted on a CPU, and the formula against the simulation."""
+"""The simulated step against real ones, whose storages are counted on a CPU; the formula against the simulation."""
 
 import dataclasses
 import functools

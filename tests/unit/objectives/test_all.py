@@ -46,7 +46,7 @@ def constants_of(record, monkeypatch):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_gradient_is_that_of_finite_differences(name, monkeypatch):
-    """Of logits over 4 words, in float64: the difference is below 1e-8. Weights without gradient are constants."""
+    """For logits over 4 words, in float64, the difference is below 1e-8. Weights without gradient are constants."""
     given = random_batch(seed=1, responses=4, width=4, weighted=OBJECTIVES[name][3])
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(*given.mask.shape, 4, generator=generator, dtype=torch.float64)

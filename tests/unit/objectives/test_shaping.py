@@ -42,7 +42,7 @@ def test_piecewise_penalty_has_two_slopes_and_no_jump():
     expected = [0, 0, -0.01, -0.02, -0.04, -0.09, -0.14, -0.2592, -0.2592]
     assert piecewise_length_penalty(torch.tensor(lengths)).tolist() == pytest.approx(expected, abs=1e-6)
     steps = piecewise_length_penalty(torch.arange(0, 17000)).diff()
-    assert steps.max() <= 0 and steps.min() > -0.0001  # 0.05 / 1000 a token at the most
+    assert steps.max() <= 0 and steps.min() > -0.0001  # at most 0.05 / 1000 a token
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_the_order_of_responses_does_not_matter():
 
 
 def test_a_log_prob_that_is_no_number_leaves_the_advantages_of_the_others():
-    """It adds nothing to W: 1 of the first token alone, so that W is 1, 1 and 1.5, 3; baselines .4 and .25."""
+    """It adds nothing to W: only the first token adds 1, so W is 1, 1 and 1.5, 3; baselines .4 and .25."""
     mask = torch.ones(2, 2, dtype=torch.bool)
     log_prob = float64([[0.5, 0.5], [0.25, 0.25]]).log()
     log_prob[0, 1] = torch.nan

@@ -1,6 +1,6 @@
 """Which of equal values torch.topk takes: what sparse attention (GLM-5's indexer) and routers would depend on.
 
-No model of this repository has either. docs/guides/objectives.md tells what is found here.
+No model of this repository has either. docs/guides/objectives.md reports the findings.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What a page has of a chart. How it is drawn: tests/unit/report/test_browser.py."""
+"""What a page contains of a chart. How it is drawn: tests/unit/report/test_browser.py."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from verl_ext.plots.drawing import COLOURS
 
 
 def data_of(chart):
-    """What the page's script reads."""
+    """Return what the page's script reads."""
     return json.loads(re.search(r'<script type="application/json">(.*?)</script>', chart.__html__())[1])
 
 

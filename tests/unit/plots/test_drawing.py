@@ -1,4 +1,4 @@
-"""Charts in files: where lines, marks and legends stand, and the colours of a heat map."""
+"""Charts in files: the positions of lines, marks and legends, and the colours of a heat map."""
 
 import re
 from xml.etree import ElementTree

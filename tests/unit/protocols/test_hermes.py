@@ -57,7 +57,7 @@ def broken_json(message, line, column, char):
         whole = '\n{"name": "code_interpreter", "arguments": {"code": "%s"}}'
         return whole % ("x" * (int(char) - len(whole) + 2)) + "}\n", None
     if kind == "Expecting ',' delimiter":
-        if line == "3":  # the string ends, the line too, and no comma follows
+        if line == "3":  # both the string and the line end, and no comma follows
             return start + fill[:-2] + '"\n"y"}}', None
         return start + fill[:-1] + '"y"}}\n', None
     if kind == "Expecting value":

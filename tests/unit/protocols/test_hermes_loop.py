@@ -107,7 +107,7 @@ def test_malformed_calls_are_answered_beside_those_that_ran(roll_out, tokenizer,
 
 
 def test_calls_beyond_those_that_run_are_answered_and_no_malformed_ones(roll_out, tokenizer, turn):
-    """verl leaves them out in silence, and the published run went on."""
+    """verl silently leaves them out, and the published run continued."""
     turns = [turn(call_text(code="print(1+1)") * 5), turn("\\boxed{2}")]
     settings = {"protocol": "hermes", "response_length": 900, "max_malformed_calls": 0}
     output, _, sandbox = roll_out(tokenizer, turns, ["2"], **settings)

@@ -1,4 +1,4 @@
-"""What is thinking in a turn, or only mentioned, and so no call, in both protocols."""
+"""Text in a turn that is thinking, or only a mention, and therefore no call, in both protocols."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_draft_within_thinking_is_no_call_of_hermes(hermes, text, expected):
 
 def test_thinking_that_the_prompt_opened_is_thinking_up_to_its_end(hermes):
     assert hermes(f"{DRAFT}</think>{REAL}", thinking=True) == ["real"]
-    assert hermes(f"<think>{DRAFT}</think>{REAL}", thinking=True) == ["real"]  # and opened by the model, too
+    assert hermes(f"<think>{DRAFT}</think>{REAL}", thinking=True) == ["real"]  # also opened by the model
     assert hermes(DRAFT, thinking=True) == [] and hermes("<tool_call>{", thinking=True) == []
 
 

@@ -1,4 +1,4 @@
-"""What a turn of the model comes to in the <code> protocol, what is said back, and how a long output is cut."""
+"""What a model's turn becomes in the <code> protocol, how the tool replies, and how a long output is cut."""
 
 import re
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_frames_of_several_replies_are_kept_apart(tokenizer):
 
 
 def test_a_template_is_shown_calls_in_openais_form_that_the_replies_name(tokenizer):
-    """Some templates raise, or number the replies, where a call has no id, type or function."""
+    """Some templates raise, or number the replies, if a call has no id, type or function."""
     import copy
     import json
 
@@ -134,7 +134,7 @@ def test_an_output_within_the_limit_stays_whole(tokenizer, encode):
 
 
 def test_a_segment_has_the_tokens_of_its_whole_text(qwen_tokenizer):
-    """In pieces it would have others at the seams."""
+    """In pieces it would have other tokens at the seams."""
     ids = SegmentEncoder(qwen_tokenizer).encode(["pri", "nt", ""])
     assert ids == qwen_tokenizer.encode("print", add_special_tokens=False) and len(ids) == 1
 

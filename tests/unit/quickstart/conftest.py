@@ -9,7 +9,7 @@ from verl_ext.quickstart.pipeline import Journal, Quickstart
 
 
 class RecordingSupervisor:
-    """Stands for the commands: records them, and does what the test says in their place."""
+    """Stands in for the commands: records them, and does what the test says instead."""
 
     def __init__(self, act=lambda command, env: None):
         self.commands, self.act = [], act

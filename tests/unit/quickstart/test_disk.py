@@ -12,7 +12,7 @@ from verl_ext.quickstart import disk
 
 REPO = Path(__file__).resolve().parents[3]
 
-# A command as a stage has it: its output goes into a log of its folder.
+# A command as a stage runs it: its output goes into a log in its folder.
 STAGE = """
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ def stage(folder: Path, code: str, *before: str) -> str:
 
 
 def test_a_command_that_met_a_full_disk_is_named_with_the_folder_and_what_frees_space(tmp_path):
-    """/dev/full answers every write as a full disk does."""
+    """/dev/full fails every write as a full disk does."""
     failure = stage(tmp_path, "open('/dev/full', 'w').write('x' * 100000)")
     assert failure.startswith("DiskFull\n")
     assert "No space left on device" in failure
@@ -95,7 +95,7 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(not can_mount(), reason="this machine lets nobody mount a file system in a namespace")
 def test_a_disk_so_full_that_the_log_could_not_be_written_is_found_by_its_free_space(tmp_path):
-    """The log, on the same disk, has lost the message: nothing but the free space can tell."""
+    """The log, on the same disk, has lost the message: only the free space reveals it."""
     out = tmp_path / "out"
     out.mkdir()
     fill = (

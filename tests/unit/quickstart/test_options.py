@@ -1,4 +1,4 @@
-"""Options of the quickstart: told before the install, and by `--help`."""
+"""Options of the quickstart: checked before the install, and listed by `--help`."""
 
 import json
 import os

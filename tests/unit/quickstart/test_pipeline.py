@@ -200,7 +200,7 @@ def test_a_model_that_is_there_is_taken_instead(make_run):
 )
 def test_main_takes_the_rung_that_model_names(monkeypatch, tmp_path, arguments, name, path):
     seen = []
-    monkeypatch.setenv("MODEL_PATH", "owner/name")  # tiny has a model of its own
+    monkeypatch.setenv("MODEL_PATH", "owner/name")  # tiny has its own model
     monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
     monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
     monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path), *arguments])
@@ -294,7 +294,7 @@ def test_merging_without_a_checkpoint_says_what_to_run(make_run, tmp_path):
 def test_evaluation_rolls_out_the_merged_model_and_must_leave_samples(make_run, tmp_path, when, model):
     target = tmp_path / "eval" / when
     target.mkdir(parents=True)
-    (target / "0.jsonl").touch()  # of a broken attempt
+    (target / "0.jsonl").touch()  # of a failed attempt
 
     with pytest.raises(CommandFailed, match=f"wrote no samples into {target}"):
         pipeline.evaluate(make_run(), when)

@@ -1,4 +1,4 @@
-"""What the quickstart prints of a command that runs, from its metrics and its log."""
+"""What the quickstart prints about a running command, from its metrics and its log."""
 
 import json
 import os

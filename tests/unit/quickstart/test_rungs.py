@@ -1,4 +1,4 @@
-"""What makes a published result one of another task, or of other code."""
+"""What makes a published result belong to another task, or to other code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Supervisor, in processes of its own: it makes its process the reaper of all orphans below it."""
+"""Supervisor, in separate processes: it makes its process the reaper of all orphans below it."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from pathlib import Path
 from verl_ext.quickstart import supervise
 supervise.POLL_S, supervise.MEMORY_POLL_S, supervise.GRACE_S = 0.02, 0.05, 0.3
 """
-# Forks twice into a session of its own, as daemons do, maps a segment of shared memory, and reports.
+# Forks twice into a new session, as daemons do, maps a segment of shared memory, and reports.
 DAEMON = """
 import json, mmap, os, signal, sys, time
 report, segment, stubborn = sys.argv[1], sys.argv[2], "stubborn" in sys.argv
@@ -174,7 +174,7 @@ def test_a_signal_ends_the_command_and_leaves_nothing(tmp_path, segment, number)
 
 
 def test_shared_memory_of_a_process_that_ends_at_the_signal_is_deleted(tmp_path, segment):
-    """It was made since the last look, and nobody has it when the command is over."""
+    """It was made since the last look, and no process has it open when the command has ended."""
     log, report = tmp_path / "log.txt", tmp_path / "report"
     command = "import mmap, sys, time; f = open(sys.argv[2], 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9); "
     command += "open(sys.argv[1], 'w').write('{}'); time.sleep(600)"

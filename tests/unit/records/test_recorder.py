@@ -1,4 +1,4 @@
-"""What workers, trainer and loss tell becomes the files of a step, in whatever order it comes."""
+"""What workers, trainer and loss report becomes the files of a step, in whatever order it arrives."""
 
 import itertools
 import logging
@@ -38,7 +38,7 @@ def outcomes(run, step):
 
 
 def test_the_fates_find_their_rollouts_in_any_order_of_arrival(tmp_path):
-    """A group may come until the next step is over; the steps are told in order, by one sender."""
+    """A group may arrive until the next step is over; one sender reports the steps, in order."""
     told, ends = ["a", "b", "c", 1, 2], {1: {"a": TRAINED, "b": EQUAL}, 2: {"c": TRAINED}}
     orders = [order for order in itertools.permutations(told) if order.index(1) < order.index(2)]
     for number, order in enumerate(orders):
@@ -242,7 +242,7 @@ def test_a_group_that_is_rolled_out_once_more_counts_once(tmp_path):
 
 
 def test_a_file_in_the_place_of_the_folder_stops_nothing(tmp_path, caplog):
-    """As a read-only disk does: root, who runs the tests, may write everywhere."""
+    """The file fails as a read-only disk would: root, who runs the tests, may write everywhere."""
     (tmp_path / "records").write_text("")
     writer = Recorder(tmp_path, SETTINGS)
     for step in (1, 2):
@@ -273,7 +273,7 @@ def test_a_group_of_a_validation_that_never_comes_is_noted(tmp_path):
 
 
 def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on_from_it(tmp_path, caplog):
-    """Step 2 ends with a checkpoint and three groups in the queue; the run is killed in step 3, which has told one."""
+    """Step 2 ends with a checkpoint and three groups in the queue; the run is killed in step 3, which has sent one."""
     killed = Recorder(tmp_path, SETTINGS)
     for uid in ("done", "useful", "surplus", "running"):
         killed.group(group(uid, step=2))

@@ -93,7 +93,7 @@ def test_a_kill_before_the_rename_leaves_no_file_of_the_step(tmp_path, monkeypat
 
 
 def test_what_another_process_is_writing_stays(tmp_path):
-    """A second start of a run that goes on still cleans only what a dead writer has left."""
+    """A second start of a run that is still going only cleans up what a dead writer has left."""
     path = store.path_of(tmp_path, "trajectories", 1)
     told, tell = os.pipe()
     child = os.fork()
@@ -216,7 +216,7 @@ def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):
 
 
 def test_long_rows_stand_in_small_row_groups_and_short_ones_in_one(tmp_path, monkeypatch):
-    """Who reads a file takes a row group at a time."""
+    """Readers take a file one row group at a time."""
     monkeypatch.setattr(parquet, "_GROUP_BYTES", 10_000)
     path = store.path_of(tmp_path, "trajectories", 1)
     for length, groups in ((10, 1), (2_000, 4)):

@@ -95,7 +95,7 @@ def test_a_failure_of_the_sandbox_is_the_infrastructures_and_has_no_verdict():
 def test_the_exception_names_the_servers_that_were_lost_and_what_the_verifier_said():
     aborted = row_of(finish_reason="aborted", lost_servers=["10.0.0.1:9000", "10.0.0.2:9000"])
     assert aborted["exception"] == "no answer of 10.0.0.1:9000, 10.0.0.2:9000" and aborted["fault"] == "infrastructure"
-    assert row_of(finish_reason="answer", lost_servers=["10.0.0.1:9000"])["exception"] is None  # it went on elsewhere
+    assert row_of(finish_reason="answer", lost_servers=["10.0.0.1:9000"])["exception"] is None  # it continued elsewhere
     info = {"acc": 0.0, "unverified": 1.0, "finish_reason": "answer", "verdict": "its process was killed"}
     assert row_of(reward_extra_info=info)["exception"] == "its process was killed"
 
@@ -153,7 +153,7 @@ def test_a_number_of_numpy_is_a_number_in_the_json():
 
 @pytest.mark.parametrize("acc", [np.bool_(True), True, np.float32(1.0), "1", 1])
 def test_a_verdict_of_another_type_is_a_number(tmp_path, acc):
-    """A verifier of one's own may return what `np.isclose` does: one such row cost all records of its step."""
+    """A custom verifier may return what `np.isclose` does: one row like that would cost all records of its step."""
     store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row_of(reward_extra_info={"acc": acc})])
     assert [row["acc"] for row in store.rows(tmp_path)] == [1.0]
 

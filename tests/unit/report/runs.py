@@ -1,4 +1,4 @@
-"""Folders of runs to report, and what is checked of each page."""
+"""Folders of runs to report, and the checks made of each page."""
 
 import json
 from html.parser import HTMLParser
@@ -70,14 +70,14 @@ def add_training(folder):
 
 
 def written(folder):
-    """(console text, page, summary) of the report of a folder."""
+    """Return (console text, page, summary) of the report of a folder."""
     text = write_report(folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return text, (folder / "report.html").read_text(encoding="utf-8"), summary
 
 
 class Balance(HTMLParser):
-    """Raises where an end tag does not close the element that is open."""
+    """Raises if an end tag does not close the element that is open."""
 
     def __init__(self):
         super().__init__()

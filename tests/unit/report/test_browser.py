@@ -29,7 +29,7 @@ async def tab(tmp_path: Path) -> AsyncIterator[chromium.Tab]:
 
 
 async def under_pointer(tab: chromium.Tab, title: str, x: float) -> str:
-    """What a chart says while the pointer is over it."""
+    """Return what a chart says while the pointer is over it."""
     chart = CHART.format(title)
     spot = await tab.js(SPOT.format(chart=chart, x=x))
     await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
@@ -37,7 +37,7 @@ async def under_pointer(tab: chromium.Tab, title: str, x: float) -> str:
 
 
 async def colour(tab: chromium.Tab, title: str, x: float, y: float) -> list[int]:
-    """The pixel of a chart's canvas at a value: red, green, blue, opacity."""
+    """Return the pixel of a chart's canvas at a value: red, green, blue, opacity."""
     return await tab.js(
         f"(() => {{ const plot = {CHART.format(title)}.plot; return [...plot.ctx.getImageData("
         f"Math.round(plot.valToPos({x}, 'x', true)), Math.round(plot.valToPos({y}, 'y', true)), 1, 1).data]; }})()"

@@ -77,7 +77,7 @@ def test_the_five_worst_problems_are_named_by_what_they_ask(folder):
 
 
 def test_braces_in_a_data_source_are_its_name(folder):
-    """`accuracy on {name}` was taken for a template."""
+    """`accuracy on {name}` must not be taken for a template."""
     for source in ("{braces}_ood", "{0}_ood", "{_ood", "100%s_ood"):
         for side, right in (("before", 0), ("after", 1)):
             rows = [row(f"p{i}", right, source=source if i % 2 else "tiny_tools") for i in range(16)]

@@ -90,7 +90,7 @@ def sides():
     "text", ["\n" * 200_000, "\\boxed{" * 30_000, "\n \nuser\n" * 20_000, "<interpreter>" + "\n" * 200_000]
 )
 def test_a_response_that_repeats_itself_is_split_in_time(text):
-    """Quadratic time would be minutes."""
+    """Quadratic time would take minutes."""
     began = time.process_time()
     split_rollout(text)
     assert time.process_time() - began < 5

@@ -4,7 +4,7 @@ import pytest
 
 
 class CharTokenizer:
-    """Stands for the tokenizer: one token per character, 0 is a special token."""
+    """Stands in for the tokenizer: one token per character, 0 is a special token."""
 
     def decode(self, token_ids, skip_special_tokens=False):
         return "".join("<eos>" if t == 0 and not skip_special_tokens else chr(t) if t else "" for t in token_ids)

@@ -1,4 +1,4 @@
-"""Spellings of an answer and their look-alikes, by kind: tests/data/answer_variants.jsonl."""
+"""Spellings of an answer, and look-alikes of them, by kind: tests/data/answer_variants.jsonl."""
 
 import time
 from pathlib import Path

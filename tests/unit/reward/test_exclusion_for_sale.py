@@ -1,7 +1,7 @@
 r"""Exclusion is not for sale: what a response's own text or code causes is its error, never "unknown", never a raise.
 
 To add a way: one line in ANSWERS (a boxed answer and a gold that is plain by itself) or in one of the tables below. A
-way that kept a sample out of training must end as "wrong", "no_answer" or, where it is right after all, "correct".
+way that kept a sample out of training must end as "wrong", "no_answer" or, if it is right after all, "correct".
 """
 
 import asyncio
@@ -61,7 +61,7 @@ ANSWERS = [
     (r"\sqrt[9999]{9999!+\pi}", "42"),
     (r"\sqrt[9999!]{2}", "42"),
     (r"\sqrt[3]{2+\sqrt{5}}^{9999}+\sqrt[3]{2-\sqrt{5}}^{9999}", "42"),
-    # sums, products, integrals and limits that the gold has, too
+    # sums, products, integrals and limits that the gold also has
     (r"\sum_{k=1}^{9^{9}} \frac{1}{k}", r"\sum_{k=1}^{9} k"),
     (r"\sum_{k=1}^{9999!} \frac{1}{k}", r"\sum_{k=1}^{9} k"),
     (r"\prod_{k=1}^{99999999} (k+\pi)", r"\prod_{k=1}^{3} k"),
@@ -122,9 +122,9 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def scores():
-    """Future of the score of each answer; two at a time, as each lane of the pool has two workers.
+    """Future of the score of each answer; two at a time, because each lane of the pool has two workers.
 
-    A sixth of the usual CPU time, so that what is too costly is so sooner; enough for the golds above.
+    A sixth of the usual CPU time, so that costly answers fail sooner; enough for the golds above.
     """
     pool = symbolic.SymbolicPool(cpu_s=0.3)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
@@ -181,11 +181,11 @@ ARGUMENTS = {
     "num_sections": 3, "prompt_to_repeat": "a", "end_phrase": "a", "capital_frequency": 3,
     "capital_relation": "at least",
 }  # fmt: skip
-TEXT_CPU_S = 1.0  # of one check; what is quadratic takes half a minute
+TEXT_CPU_S = 1.0  # of one check; a quadratic one takes half a minute
 
 
 def checks_of_texts():
-    """Every check that sees a whole response, by its name."""
+    """Return every check that sees a whole response, by its name."""
     for name, check in CHECKS.items():
         names = check.__code__.co_varnames[1 : check.__code__.co_argcount]
         yield name, lambda text, check=check, names=names: check(text, **{key: ARGUMENTS[key] for key in names})
@@ -202,7 +202,7 @@ def test_text_holds_up_no_check(text, times, end):
         assert time.process_time() - start < TEXT_CPU_S, name
 
 
-# What a server answers to a program that says EVIL, while it runs others; and the verdict.
+# What a server answers to a program that says EVIL, while it runs others properly; and the verdict.
 SANDBOXES = [
     ("its sandbox is lost", {"status": "SandboxError", "message": "lost"}, "wrong"),
     ("no answer that can be read", {}, "wrong"),

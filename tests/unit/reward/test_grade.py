@@ -252,7 +252,7 @@ def touch(folder, *names):
 
 
 def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
-    """Never its metrics, which lie beside them as JSON lines."""
+    """Never its metrics, which are JSON lines in the same folder."""
     run = tmp_path / "quickstart/rl"
     touch(run, "metrics-1.jsonl", "global_step_2/actor/x", "rollouts/1.jsonl")
     assert find_files([run]) == find_files([run.parent]) == [run / "rollouts/1.jsonl"]

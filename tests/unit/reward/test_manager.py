@@ -1,4 +1,4 @@
-"""What the reward manager makes of a response: its verdict, its failures, its settings."""
+"""How the reward manager treats a response: its verdict, its failures, its settings."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def test_only_tokens_that_the_model_sampled_can_answer(make_manager):
 
 
 def test_the_id_of_the_data_is_kept_with_the_sample(make_manager):
-    """Problems made from one template are told by it: evaluation/figures.py."""
+    """The id tells which problems were made from one template: evaluation/figures.py."""
     infos = [
         score(make_manager(), "7", **row)[1] for row in ({"extra_info": {"id": "rates-31"}}, {"extra_info": {}}, {})
     ]
@@ -44,7 +44,7 @@ def test_the_id_of_the_data_is_kept_with_the_sample(make_manager):
 
 
 def test_the_name_of_the_problem_is_kept_with_the_sample(make_manager):
-    """In verl's own dumps nothing else tells rows with one prompt apart: evaluation/samples.py."""
+    """In verl's own dumps nothing else distinguishes rows with the same prompt: evaluation/samples.py."""
     prompts = [{"raw_prompt": [{"role": "user", "content": text}]} for text in ("1+1?", "1+2?", "1+1?")]
     names = [score(make_manager(), "7", **row)[1]["problem"] for row in prompts]
     assert names[0] == names[2] != names[1] and all(names)
@@ -177,7 +177,7 @@ def test_error_of_a_verifier_raises_and_is_named(make_manager):
 
 
 class FragileVerifier:
-    """Raises on a response that says so."""
+    """A verifier that raises on a response that says so."""
 
     def __init__(self, config):
         pass
@@ -204,7 +204,7 @@ def test_worker_that_cannot_be_had_still_raises(make_manager):
 
 
 class FreeVerifier:
-    """Gives what a test says, as a verifier of one's own may."""
+    """A verifier that returns what a test says, as a custom one may."""
 
     gives: Any = None
 

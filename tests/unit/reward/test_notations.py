@@ -1,4 +1,4 @@
-"""Spellings of one answer, each kind with neighbours that are another answer. Rows: (answer, ground truth, right)."""
+"""Spellings of one answer, each kind with similar ones that are another answer. Rows: (answer, ground truth, right)."""
 
 import time
 
@@ -135,7 +135,7 @@ SIGNS = [
     ("1±√2", r"1+\sqrt2,1-\sqrt2", True),
     ("𝑥+𝟏", "x+1", True),
 ]
-ARGUMENTS = [  # one token, where there are no braces
+ARGUMENTS = [  # one token, if there are no braces
     (r"\frac\pi2", r"\frac{\pi}{2}", True),
     (r"\frac{\pi}{2}", r"\frac\pi 2", True),
     (r"\frac\pi2", r"\frac{2}{\pi}", False),

@@ -10,7 +10,7 @@ from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 
 
 def test_server_that_drips_its_answer_is_out_of_time_at_each_attempt():
-    """A byte each 0.05 s: each read ends within the limit of 1 s, the whole answer would take 10 s."""
+    """Sends a byte every 0.05 s: each read ends within the limit of 1 s, but the whole answer would take 10 s."""
     attempts = []
 
     async def drip(request: web.Request) -> web.StreamResponse:

@@ -7,7 +7,7 @@ import pytest
 from verl_ext.reward import Score, score_answer
 from verl_ext.reward.maths import symbolic
 
-# (what stands in the box, ground truth, is it right, why)
+# (content of the box, ground truth, is it right, why)
 EXACT = [
     ("42", "42", True, "the same integer"),
     ("42", "43", False, "another integer"),

@@ -1,4 +1,4 @@
-"""What holds for any answer: drawn by hypothesis."""
+"""Properties of any answer, drawn by hypothesis."""
 
 from fractions import Fraction
 

@@ -48,7 +48,7 @@ def test_answers_that_were_found_right_are_one_vote_however_written():
     scores = [score_answer(rf"\boxed{{{pred}}}", r"2\sqrt{2}") for pred in (r"2\sqrt2", r"\sqrt{8}", "2.83")]
     votes = [vote(score.pred, score.normalised, score.acc) for score in scores]
     assert [score.acc for score in scores] == [1.0, 1.0, 0.0] and votes[0] == votes[1] != votes[2]
-    # Without a normal spelling (a judge, a program) nothing says that what is right is equal.
+    # Without a normal spelling (a judge, a program) nothing shows that two right answers are equal.
     assert vote("a poem", "", 1.0) != vote("another poem", "", 1.0)
 
 

@@ -1,4 +1,4 @@
-"""A process of the agent loops that is gone is found while the trainer waits, by real actors of Ray."""
+"""A dead process of the agent loops is noticed while the trainer waits; the actors are Ray's real ones."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)  # Ray's start
 
 @pytest.fixture
 def actors(monkeypatch):
-    """Two actors of a Ray of their own, which answer one call at a time."""
+    """Two actors of a separate Ray, which answer one call at a time."""
     import ray
 
     class Loop:

@@ -1,4 +1,4 @@
-"""What the rollout server must send where log-probs are asked for."""
+"""What the rollout server must send if log-probs are asked for."""
 
 import math
 

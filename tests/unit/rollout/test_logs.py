@@ -1,4 +1,4 @@
-"""What a run says is still said when vLLM is imported after verl, as where warm_python is not used."""
+"""A run's messages still appear when vLLM is imported after verl, as happens without warm_python."""
 
 import os
 import subprocess

@@ -72,7 +72,7 @@ def test_the_engine_stops_by_token_where_the_tag_is_one(roll_out, tokenizer, qwe
     assert len(encode("</code>")) == 1
 
     ids = qwen_tokenizer.encode("\\boxed{2}<|im_end|>", add_special_tokens=False)
-    _, server, _ = roll_out(qwen_tokenizer, [ids])  # where it is several
+    _, server, _ = roll_out(qwen_tokenizer, [ids])  # if it is several
     assert server.calls[0]["stop_token_ids"] == [] and server.calls[0]["stop"] == ["</code>"]
 
 
@@ -144,7 +144,7 @@ def test_any_special_token_ends_an_answer(roll_out, tokenizer, encode):
 
 @pytest.mark.parametrize("split", ["one token", "pieces"])
 def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, encode, answer, split):
-    """The server looks for stops within a request; here it went on to the end token, past the stop."""
+    """The server looks for stops within a request; here it continued past the stop, to the end token."""
     tag = encode("</code>") if split == "one token" else [i for c in "</code>" for i in encode(c)]
     call = encode("<code>print(1+1)") + tag
     output, server, sandbox = roll_out(tokenizer, [call + encode("so it is 3") + answer, answer], ["2"])
@@ -166,7 +166,7 @@ def test_a_stop_with_one_token_after_it_is_found_again(roll_out, tokenizer, enco
 
 @pytest.mark.parametrize("rest", ["so it is 3. ", "", "<code>1</code>"])
 def test_a_stop_that_an_abort_has_split_counts_before_a_later_one(roll_out, tokenizer, encode, answer, rest):
-    """The resumed request went on and wrote another call, at whose stop the server did stop."""
+    """The resumed request continued and wrote another call, at whose stop the server did stop."""
     call = encode("<code>print(1+1)") + [i for c in "</code>" for i in encode(c)]
     later = encode(f"{rest}<code>print(9)</code>")
     output, server, sandbox = roll_out(tokenizer, [call + later, answer], ["2"])
@@ -255,7 +255,7 @@ def test_log_probs_that_do_not_fit_the_tokens_raise(roll_out, tokenizer, answer,
 def test_a_server_that_sends_no_log_probs_when_asked_raises(
     roll_out, tokenizer, answer, monkeypatch, asked, stop_reason, sent
 ):
-    """Zeros in their place would say that the policy had been certain of every token."""
+    """Zeros instead would mean that the policy had been certain of every token."""
     from verl.workers.rollout.replica import TokenOutput
 
     real, log_probs = TokenOutput.__init__, sent and [sent] * len(answer)
@@ -272,7 +272,7 @@ def test_a_repeatable_run_seeds_each_turn_by_its_place(roll_out, tokenizer, enco
 
     first = seeds("a", 0)
     assert seeds("a", 0) == first and all(0 <= seed < 2**63 for seed in first)
-    assert len({*first, *seeds("a", 1), *seeds("b", 0), *seeds("a", 0, seed=1)}) == 8  # `rollout.seed`, too
+    assert len({*first, *seeds("a", 1), *seeds("b", 0), *seeds("a", 0, seed=1)}) == 8  # `rollout.seed` counts as well
     assert seeds("a", 0, repeatable=False) == [None, None]
 
 
@@ -304,7 +304,7 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
     finish = {"call": [stop], "stop only": [stop], "end token": [tokenizer.eos_token_id]}
     turns = []
     for body, end in zip(bodies, ends, strict=False):
-        tail = finish.get(end, [20] * response_length)  # without a stop, vLLM goes on to max_tokens
+        tail = finish.get(end, [20] * response_length)  # without a stop, vLLM continues to max_tokens
         turns.append([start] * (end == "call") + body + tail)
     turns.append([20] * response_length)
 
@@ -340,4 +340,4 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
     assert fields["finish_reason"] in ("answer", "max_turns", "max_tokens", "malformed_limit", "sandbox_failure")
     assert fields["truncated"] == float(fields["finish_reason"] == "max_tokens")
     assert (fields["finish_reason"] == "answer") == (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)
-    assert output.num_turns == 2 * len(spans)  # user, then model and tool in turns
+    assert output.num_turns == 2 * len(spans)  # user, then model and tool alternately

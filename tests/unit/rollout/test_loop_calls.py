@@ -1,4 +1,4 @@
-"""The real RetoolAgentLoop as in test_loop.py: calls, what is told of them, and what is recorded."""
+"""The real RetoolAgentLoop as in test_loop.py: calls, what the model reads of them, and what is recorded."""
 
 import json
 
@@ -162,7 +162,7 @@ def test_where_the_first_call_stands_is_counted_in_tokens_of_the_response(roll_o
 
 
 def test_output_is_cut_to_half_of_the_room_that_is_left(roll_out, tokenizer, encode, answer):
-    """Not only to its own limit: the rollout goes on with room for an answer."""
+    """Not only to its own limit: the rollout continues with room for an answer."""
     call = encode(CALL)
     limit = len(call) + 80
     output, server, _ = roll_out(
@@ -170,7 +170,7 @@ def test_output_is_cut_to_half_of_the_room_that_is_left(roll_out, tokenizer, enc
     )
     assert output.extra_fields["finish_reason"] == "answer"
     assert output.extra_fields["tool_use"]["outputs_cut"] == 1
-    # Of 79 tokens 39 are output, the tags and the note come on top; what is left is for the answer.
+    # Of 79 tokens 39 are output, the tags and the note are added to that; the rest is for the answer.
     text = tokenizer.decode(output.response_ids)
     assert "\n[... 961 characters cut ...]\n" in text and text.count("7") == 39
     assert server.calls[1]["max_tokens"] == limit - len(call) - (len(output.response_ids) - len(call) - len(answer))

@@ -72,7 +72,7 @@ def test_a_message_of_a_tool_keeps_its_advice(roll_out, qwen_tokenizer):
 @pytest.mark.parametrize("error", ["", "ZeroDivisionError: division by zero"])
 @pytest.mark.parametrize("limit", [30, 48, 200])
 def test_what_programs_say_is_cut_as_before(qwen_tokenizer, limit, error):
-    """Of one that ended well, and of one whose last line is in what is left."""
+    """For a program that ended well, and for one whose last line is in what is left."""
     encode = SegmentEncoder(qwen_tokenizer).encode_output
     text = "\n".join(["7 " * 400, error]).strip()
     shown = cut_reply(qwen_tokenizer, text, error, limit=limit, share=500, encode=encode)

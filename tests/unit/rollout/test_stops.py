@@ -1,4 +1,4 @@
-"""The loop where the engine stops at a tag that ends no call: within thinking, or in a mention."""
+"""The loop if the engine stops at a tag that ends no call: within thinking, or in a mention."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_a_turn_that_is_aborted_while_it_goes_on_is_aborted(roll_out, tokenizer,
 
 
 def test_tags_that_an_abort_has_split_are_thinking_too(roll_out, tokenizer, encode, answer):
-    """The resumed request went on behind the stops, which no engine saw whole; the tags stand in pieces."""
+    """The resumed request continued after the stops, which no engine saw whole; the tags are in pieces."""
     pieces = [i for tag in ("<think>", "<code>", "9", "</code>", "</think>") for c in tag for i in encode(c)]
     call, later = encode(CALL), encode("so 3. <code>print(9)</code>")
     output, _, sandbox = roll_out(tokenizer, [pieces + call + later, answer], ["2"], response_length=200)

@@ -57,7 +57,7 @@ def test_verls_own_classes_are_the_ones_that_are_named(cpu_platform):
 
 @pytest.fixture
 def transfer(cpu_platform, tmp_path):
-    """A sender of verl's, and the receiver beside it."""
+    """A sender of verl's, and its receiver."""
     from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfers
 
     handle = f"ipc://{tmp_path}/weights.sock"
@@ -72,7 +72,7 @@ def weights(number=3):
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("fails_at", [None, 1])
 def test_a_server_that_answers_nothing_ends_the_update(transfer, fails_at, monkeypatch):
-    """None is there, or one whose loader raises at its second bucket."""
+    """There is no receiver, or one whose loader raises at its second bucket."""
     monkeypatch.setattr(weight_sockets, "ANSWER_S", 3.0)
     sender, receiver = transfer
     loaded = []

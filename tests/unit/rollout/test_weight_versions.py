@@ -1,4 +1,4 @@
-"""Which server wrote a turn, and which version of the weights which token, through verl's own clients and server."""
+"""Which server wrote a turn, and which weight version wrote each token, through verl's own clients and server."""
 
 import asyncio
 import itertools
@@ -52,7 +52,7 @@ def noted(made):
     async def run():
         with noted_attempts() as attempts:
             await made.generate("a", prompt_ids=[1], sampling_params={"max_tokens": 9})
-        await made.generate("b", prompt_ids=[1], sampling_params={"max_tokens": 9})  # of nobody who asks
+        await made.generate("b", prompt_ids=[1], sampling_params={"max_tokens": 9})  # nobody notes this one
         return attempts
 
     return asyncio.run(run())

@@ -73,7 +73,7 @@ def test_a_status_that_is_not_stored_is_tried_again_and_ends_the_process_at_last
     ("number", "keys"), [(2, "train:['p_1_0', 'p_0_0']"), (3, "train:['p_2_0', 'p_1_0', 'p_0_0']")]
 )
 def test_a_prompt_may_say_its_own_number_of_samples(roll_out_prompt, number: int, keys: str) -> None:
-    """As `retool.adaptive_n` makes it do; `rollout.n` is 4."""
+    """As with `retool.adaptive_n`; `rollout.n` is 4."""
     running, (stored, _), finished = roll_out_prompt(samples_of([3, 1, 2, 2]), __rollout_n__=number)
     assert stored == keys and finished == ("train:p", "finished")
 
@@ -246,7 +246,7 @@ def test_loops_in_the_server_need_one_server_and_one_worker(workers: int, gpus: 
 
 
 async def test_calls_into_the_server_run_in_its_event_loop_and_raise_here() -> None:
-    """Ray runs `__ray_call__` in a thread beside the loop."""
+    """Ray runs `__ray_call__` in a thread outside the event loop."""
     from verl_ext.rollout.workers import _generate_sequences
 
     started = []
@@ -309,7 +309,7 @@ def test_the_ring_has_the_data_parallel_ranks_of_one_server_to_choose_from(routi
 async def test_loops_in_the_server_ask_it_directly_and_go_on_after_an_update(
     monkeypatch, mode: str, client: str
 ) -> None:
-    """In the asynchronous modes an update of the weights breaks requests off: only verl's client of these goes on."""
+    """In the asynchronous modes a weight update interrupts requests, and only verl's client for these modes resumes."""
     from verl_ext.rollout import workers
     from verl_ext.settings import compose_run
 

@@ -1,4 +1,4 @@
-"""What LeanAgentLoopWorker tells the recorder."""
+"""What LeanAgentLoopWorker sends to the recorder."""
 
 import asyncio
 import pickle
@@ -67,7 +67,7 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
 
 
 def test_groups_that_end_together_are_sent_before_they_are_stored_when_no_other_runs(roll_out_prompt) -> None:
-    """After what is stored the run may end, and with it the recorder."""
+    """Once the rollouts are stored the run may end, and with it the recorder."""
     recorder = Recorder()
     roll_out_prompt(samples_of([2, 1]), recorder=recorder, uids=("p", "q"))
     assert [group.uid for groups in recorder.sent for group in groups] == ["p", "q"]

@@ -1,4 +1,4 @@
-"""Rewards of a worker's rollouts that are no numbers: they stop the run, with a sentence that the trainer raises."""
+"""Rewards of a worker's rollouts that are not numbers stop the run, with a sentence that the trainer raises."""
 
 import math
 from types import SimpleNamespace

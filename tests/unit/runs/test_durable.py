@@ -1,4 +1,4 @@
-"""What waits for the disk, and what file systems without fsync come to."""
+"""What waits for the disk, and what happens on file systems without fsync."""
 
 import errno
 import os
@@ -98,7 +98,7 @@ def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path):
 
 
 def test_a_line_that_is_not_known_to_be_on_the_disk_is_taken_back(tmp_path: Path, failing):
-    """Who writes it again would have it twice."""
+    """A caller that writes it again would have it twice."""
     path = tmp_path / "file"
     durable.append_line(path, "one")
     failing(errno.ENOSPC, files=True)

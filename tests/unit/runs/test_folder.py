@@ -99,7 +99,7 @@ def test_dumps_in_the_folder_where_a_command_runs_belong_to_no_run(tmp_path, mon
 
 
 def test_validations_are_those_of_the_records_but_where_some_are_light(tmp_path):
-    """A light validation is in the records as a whole one is; its dumps have a folder of their own."""
+    """A light validation is in the records as a whole one is; its dumps have a separate folder."""
     dump = put(tmp_path / "validation" / "5.jsonl")
     recorded = put(tmp_path / "records" / "trajectories" / "val_000005.parquet")
     put(tmp_path / "records" / "trajectories" / "step_000005.parquet")

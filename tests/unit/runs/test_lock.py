@@ -13,7 +13,7 @@ HOLD = "import pathlib, sys; from verl_ext.runs.lock import *; own_training_fold
 
 @pytest.fixture
 def hold(tmp_path):
-    """Another process that has the folder, and does what it is told then."""
+    """Start another process that holds the folder and then runs the code given as `then`."""
 
     def start(then: str) -> subprocess.Popen:
         command = [sys.executable, "-c", f"{HOLD}print('held', flush=True); {then}", str(tmp_path)]
@@ -47,7 +47,7 @@ def test_to_ask_for_it_twice_does_not_lose_it(tmp_path):
 
 
 def test_what_a_killed_run_has_forked_does_not_keep_its_folder(hold, tmp_path, monkeypatch):
-    """As the workers of its data loader, which end a moment later."""
+    """As with the workers of its data loader, which end a moment later."""
     monkeypatch.setattr(lock, "WAIT_S", 0.0)
     fork = "import os, time; child = os.fork(); print(child, flush=True) if child else None; time.sleep(60)"
     with hold(fork) as process:

@@ -1,4 +1,4 @@
-"""What this machine has, where nvidia-smi is made up."""
+"""What this machine has, with a fake nvidia-smi."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_a_driver_that_does_not_know_compute_cap_tells_the_rest(monkeypatch):
     ("group", "file", "text"),
     [
         ("0::/", "memory.max", "1073741824\n"),
-        ("0::/job/step", "job/memory.max", "1073741824\n"),  # of the job, whose step has no limit of its own
+        ("0::/job/step", "job/memory.max", "1073741824\n"),  # the job's, because its step has no limit
         ("4:cpu:/\n5:memory:/docker/a", "memory/docker/a/memory.limit_in_bytes", "1073741824\n"),
         ("5:memory:/docker/a", "memory/memory.limit_in_bytes", "1073741824\n"),  # as a container sees its own
     ],

@@ -132,6 +132,6 @@ def test_start_up_is_split_by_what_the_log_says_of_the_latest_start(tmp_path):
     assert list(phases.values()) == pytest.approx([10.5, 2, 3, 8, 1, 5.501])
     assert list(phases)[-1] == "first step"
 
-    (tmp_path / "log.txt").write_text("".join(lines[:4]))  # broken off
+    (tmp_path / "log.txt").write_text("".join(lines[:4]))  # interrupted
     assert start_up(tmp_path) is None
     assert start_up(tmp_path / "nowhere") is None

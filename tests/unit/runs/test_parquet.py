@@ -1,4 +1,4 @@
-"""Parquet of whatever columns: whole or not at all, and named where it cannot be read."""
+"""Parquet of any columns: written whole or not at all, and named if it cannot be read."""
 
 import os
 

@@ -22,7 +22,7 @@ async def hang() -> web.Response:
 
 
 class FakeServer:
-    """Answers request after request with what `script` says, the last entry again and again; keeps their bodies."""
+    """Answers each request with the next entry of `script`, repeating the last; keeps the requests' bodies."""
 
     def __init__(self) -> None:
         self.script: list[Callable[[], web.Response | Awaitable[web.Response]]] = [answer]
@@ -51,6 +51,6 @@ async def call(*urls: str, code: str = "print(1)", timeout_s: float = 5, **setti
 
 
 def in_session(call: int, status: str = "Success") -> web.Response:
-    """Answer of our server to the call of that number of a session."""
+    """Return our server's answer to a session's call of that number."""
     body = json.loads(answer(status).text) | {"session": {"call": call, "alive": True}}
     return web.json_response(body, headers={"Server": SERVER_NAME})

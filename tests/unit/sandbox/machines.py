@@ -1,4 +1,4 @@
-"""Machines on which the sandbox has other layers, as launchers of `server_process.Server`; and who may play them."""
+"""Machines where the sandbox has other layers, as launchers of `server_process.Server`; and who may play them."""
 
 import json
 import os
@@ -34,7 +34,7 @@ needs_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the nu
 
 
 def machines(*names: str, slow: Sequence[str] = ()) -> list:
-    """Parameters of a test or fixture, with what a machine needs; those of `slow` carry that mark."""
+    """Return the parameters of a test or fixture, with what a machine needs; those of `slow` carry that mark."""
     marks = {"all layers": []}
     return [
         pytest.param(name, marks=marks.get(name, [needs_root, needs_x86_64]) + [pytest.mark.slow] * (name in slow))

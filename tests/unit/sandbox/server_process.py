@@ -1,4 +1,4 @@
-"""A sandbox server in a process of its own, as the tests of this folder start it."""
+"""A sandbox server in a separate process, as the tests of this folder start it."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Server:
     def request(
         self, path: str, body: bytes | None = None, method: str | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        """HTTP status, headers and body of the answer."""
+        """Return HTTP status, headers and body of the answer."""
         headers = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(self.url + path, body, headers, method=method)
         try:
@@ -62,7 +62,7 @@ class Server:
             return error.code, dict(error.headers), error.read()
 
     def post(self, body: bytes, **headers: str) -> tuple[int, dict[str, str], dict]:
-        """HTTP status, headers and JSON of the answer to a /run_code."""
+        """Return HTTP status, headers and JSON of the answer to a /run_code."""
         status, headers, content = self.request("/run_code", body, **headers)
         return status, headers, json.loads(content)
 
@@ -77,13 +77,13 @@ class Server:
         return answer
 
     def result(self, code: str, **fields: object) -> dict:
-        """`run_result` of a program that the sandbox itself ran well."""
+        """Return `run_result` of a program that the sandbox itself ran well."""
         answer = self.run(code, **fields)
         assert answer["status"] != "SandboxError", answer
         return answer["run_result"]
 
     def descendants(self) -> list[psutil.Process]:
-        """The zygote first, then its workers and their programs."""
+        """Return the zygote first, then its workers and their programs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self) -> None:
@@ -106,10 +106,10 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for_program(server: Server, but: Container[int] = (), fds: Container[int] = (3,)) -> psutil.Process:
-    """A program that has begun: it has its three streams open, and in a session the way to its worker, too.
+    """Wait for a program that has begun: its three streams are open, and in a session also its channel to the worker.
 
     Args:
-        but: processes that are not meant.
+        but: processes to ignore.
         fds: how many files the program has open.
     """
     deadline = time.monotonic() + 5
@@ -119,7 +119,7 @@ def wait_for_program(server: Server, but: Container[int] = (), fds: Container[in
                 if process.pid not in but and process.num_fds() in fds:
                     return process
             except psutil.NoSuchProcess:
-                continue  # it has ended since it was listed
+                continue  # it ended after it was listed
         time.sleep(0.01)
     raise AssertionError("no program began within 5 s")
 
@@ -129,7 +129,7 @@ def running(processes: list[psutil.Process]) -> list[int]:
 
 
 def root_of(processes: list[psutil.Process]) -> Path:
-    """The folder that the server made for its programs, from the zygote's command line."""
+    """Return the folder that the server made for its programs, from the zygote's command line."""
     words: list[str] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # a program that has just ended

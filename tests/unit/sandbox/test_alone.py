@@ -1,4 +1,4 @@
-"""The sandbox needs nothing of training. tests/e2e/test_sandbox_alone.py runs it in an environment that has none."""
+"""The sandbox needs nothing from training. tests/e2e/test_sandbox_alone.py runs it in an environment without it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What one program does to a file of the machine, which it may only read, and what another one must not see of it."""
+"""What a program does to a file of the machine that it may only read, and what another must not see of that."""
 
 import os
 import threading
@@ -86,7 +86,7 @@ def server(request) -> Iterator[Server]:
         "attempt(fcntl.ioctl, socket.socketpair()[0], 0x8910, bytes(40))",  # SIOCGIFNAME
         "attempt(socket.socketpair()[0].getsockopt, 1, 57, 8)",  # SO_COOKIE: counts the sockets of the machine
         "attempt(socket.socketpair()[0].getsockopt, 1, 71, 8)",  # SO_NETNS_COOKIE
-        # where on the disk a file is, and what its file system is
+        # a file's place on the disk, and its file system
         "attempt(fcntl.ioctl, host, 0xC020660B, bytes(32))",  # FIEMAP
         "attempt(fcntl.ioctl, host, 1, bytes(4))",  # FIBMAP
         "attempt(fcntl.ioctl, host, 0x80111500, bytes(17))",  # FS_IOC_GETFSUUID
@@ -182,7 +182,7 @@ def look(path: Path) -> tuple[object, ...]:
     ],
 )
 def test_no_call_changes_a_file_of_the_user(server, owned, change):
-    """Landlock denies none of these; the user's own programs may do them where no mount is read-only."""
+    """Landlock denies none of these; the user's own programs may do them if no mount is read-only."""
     before = [look(path) for path in (owned, owned.parent)]
     code = "import ctypes, os\nlibc = ctypes.CDLL(None)\npath = {path!r}\n"
     for path in (owned, owned.parent):
@@ -219,7 +219,7 @@ def test_program_cannot_look_at_the_processes_of_others_but_at_its_own(server):
 
 
 def test_no_program_finds_the_folder_of_another(server):
-    """Landlock lets every path be looked at, as by stat() and readlink(); so nobody may know the path."""
+    """Landlock allows stat() and readlink() on every path, so no other program may know the path."""
     leave = "import os, time\nos.symlink('a message', 'link')\ntime.sleep(1)\nprint(os.getcwd())"
     with ThreadPoolExecutor() as executor:
         first = executor.submit(server.result, leave)
@@ -296,7 +296,7 @@ def test_filter_pretends_only_what_it_lists():
 
 @needs_x86_64
 def test_filter_where_no_mount_is_read_only_changes_no_file_of_another():
-    """Of any file that others may write to, times and attributes; of a file of the same user, also the mode."""
+    """Times and attributes of any file that others may write to; for a file of the same user, also the mode."""
     apart, shared, own = (
         seccomp.assemble(allow_subprocess=False, on_disk=on_disk, owns_files=owns)
         for on_disk, owns in ((False, False), (True, False), (True, True))

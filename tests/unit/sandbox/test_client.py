@@ -232,7 +232,7 @@ async def test_second_attempt_goes_to_another_server(start, down):
 
 
 async def test_a_dead_server_does_not_attract_the_calls(start, down):
-    """Calls one after the other: by calls in flight alone, each of the two would get half of the first attempts."""
+    """Calls one after the other: by calls in flight only, each of the two would get half of the first attempts."""
     server = await start(answer)
     client = SandboxClient([down[0], server.url], backoff_s=1)
     results = [await client.run("1") for _ in range(30)]
@@ -242,7 +242,7 @@ async def test_a_dead_server_does_not_attract_the_calls(start, down):
 
 
 async def test_a_server_that_hangs_does_not_hold_every_call_up(start, monkeypatch):
-    """It rests for as long as a program may run, and is asked again then."""
+    """It rests for as long as a program may run, and is then asked again."""
     monkeypatch.setattr("verl_ext.sandbox.client.ANSWER_GRACE_S", 0.0)
     hung, server = await start(hang), await start(answer)
     client = SandboxClient([hung.url, server.url], queue_timeout_s=4, backoff_s=0.01)
@@ -268,7 +268,7 @@ async def test_a_server_that_is_back_gets_calls_again(start):
 
 
 async def test_server_that_is_killed_under_load_costs_no_answer(client_of):
-    """Of three real ones. Calls that it had, and calls that it then refuses, are made again elsewhere."""
+    """One of three real servers. Calls that it had, and calls that it then refuses, are made again elsewhere."""
     servers = [Server("--preload", "", workers=1) for _ in range(3)]
     client = client_of([server.url for server in servers])
     try:

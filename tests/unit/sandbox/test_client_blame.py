@@ -1,4 +1,4 @@
-"""When the client blames the program, and when the sandbox, for a program that every attempt lost."""
+"""Whether the client blames the program or the sandbox for a program that every attempt lost."""
 
 import json
 
@@ -32,7 +32,7 @@ async def test_program_that_a_sound_server_lost_every_time_is_to_blame(start, lo
 
 @pytest.mark.parametrize("loss", LOSSES, ids=["SandboxError", "500", "dropped", "no JSON"])
 async def test_a_program_that_runs_once_the_sandbox_is_well_is_not_to_blame(start, loss):
-    """It was unwell, and became well before the control program."""
+    """The server was unwell, and recovered before the control program."""
     server = await start(loss, loss, control, lambda: answer(stdout="1\n"))
     result = await call(server.url, max_attempts=2)
     assert (result.status, result.stdout, result.attempts) == ("ok", "1\n", 3)
@@ -86,7 +86,7 @@ async def test_a_program_is_to_blame_on_servers_that_lost_it_once_each(start):
 
 
 async def test_a_server_that_refused_it_since_has_lost_no_program(start):
-    """As one that is killed, and comes back."""
+    """As with a server that is killed and comes back."""
     refuses = lambda: web.Response(status=503)  # noqa: E731
     server = await start(LOSSES[2], LOSSES[2], refuses, refuses, control)
     assert (await call(server.url, max_attempts=4)).status == "sandbox_failure"

@@ -1,4 +1,4 @@
-"""A sandbox that goes away while it is used and comes back: calls wait for it, and no program is blamed meanwhile."""
+"""A sandbox that goes away during use and comes back: calls wait for it, and meanwhile no program is blamed."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ def looks_often(monkeypatch):
 
 
 class Breaking(FakeServer):
-    """Answers well, and while `is_broken` as `broken` says."""
+    """A server that answers well, or as `broken` says while `is_broken`."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def controls(server) -> int:
 
 
 async def break_until_each_was_refused(server, programs: list[str], times: int) -> float:
-    """Heals after AWAY_S at the soonest; returns the seconds that the server was broken."""
+    """Break the server, and heal it after AWAY_S at the earliest; return the seconds that it was broken."""
     server.is_broken, began = True, time.monotonic()
     await asyncio.sleep(AWAY_S)
     while min(Counter(body["code"] for body in server.bodies)[program] for program in programs) < times:

@@ -1,4 +1,4 @@
-"""The contract with clients: what an answer holds, and that a program runs as `python main.py` would."""
+"""The contract with clients: what an answer contains, and that a program runs as with `python main.py`."""
 
 import base64
 import json
@@ -236,6 +236,6 @@ def test_echo_keeps_line_numbers_errors_and_exit_codes(server):
     result = server.result("1\n)", echo_last_expression=True)
     assert result["stderr"].endswith("SyntaxError: unmatched ')'\n")
     assert server.result("exit(3)", echo_last_expression=True)["return_code"] == 3
-    deep = server.result("-" * 5000 + "1", echo_last_expression=True)  # too deep for CPython's compiler, too
+    deep = server.result("-" * 5000 + "1", echo_last_expression=True)  # also too deep for CPython's compiler
     assert deep["return_code"] == 1
     assert "RecursionError: maximum recursion depth exceeded" in deep["stderr"]

@@ -2,9 +2,9 @@
 
 A sample whose sandbox failed is left out of training. So a policy that finds a program which breaks its own sandbox
 could buy its way out of a wrong answer. Every known way is a line of PROGRAMS or FORKING; add a new one there. Each
-runs on every machine, alone and in a session, beside a session of somebody else, and must have an ordinary outcome.
+runs on every machine, alone and in a session, next to somebody else's session, and must have an ordinary outcome.
 
-All of it runs inside a sandbox server. Two of the machines, with the layers in between, run with `-m slow` alone.
+All of it runs inside a sandbox server. Two of the machines, with the layers in between, run only with `-m slow`.
 """
 
 import asyncio
@@ -243,7 +243,7 @@ def forking(request) -> Iterator[Server]:
 
 
 def check(server: Server, code: str) -> None:
-    """Alone, and as a call of a session; somebody else's session and request are as if nothing had been."""
+    """Alone, and as a call of a session; somebody else's session and request are unaffected."""
     server.run("x = 'kept'", session_id="bystander")
     fields = {"run_timeout": TIMEOUT_S, "memory_limit_MB": 256, "fetch_files": FETCH}
     with ThreadPoolExecutor() as executor:

@@ -1,4 +1,4 @@
-"""What a program finds of the programs before it, and leaves to those after it and to the machine."""
+"""What a program finds of earlier programs, and what it leaves to later ones and to the machine."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from tests.unit.sandbox.machines import MACHINES, machines
 from tests.unit.sandbox.server_process import Server
 
-MARK = "qzLeftBehind"  # written backwards by who searches for it, so that nobody finds itself
+MARK = "qzLeftBehind"  # searchers write it backwards, so that none finds itself
 
 
 @pytest.fixture(
@@ -16,7 +16,7 @@ MARK = "qzLeftBehind"  # written backwards by who searches for it, so that nobod
     params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
 )
 def server(request) -> Iterator[Server]:
-    """With one worker, which all programs are forks of."""
+    """A server with one worker, of which all programs are forks."""
     server = Server("--preload", "", workers=1, launcher=MACHINES[request.param])
     yield server
     server.stop()
@@ -56,7 +56,7 @@ for path in {paths!r}:
 
 
 def test_program_changes_nothing_of_a_device_of_the_machine(server):
-    """Anybody may write to them, and so set their times."""
+    """Anybody may write to these files, and therefore set their times."""
     paths = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
     looks = [[look_at(path) for path in paths]]
     server.result(TRY_ALL.format(paths=paths, changes=CHANGES))
@@ -68,7 +68,7 @@ def test_program_changes_nothing_of_a_device_of_the_machine(server):
 
 
 def test_program_changes_nothing_of_a_file_that_anybody_may_write_to(server, tmp_path):
-    """Landlock lets nobody write to it, and stops no change of its times and attributes."""
+    """Landlock lets nobody write to the file, but does not stop changes of its times and attributes."""
     path = tmp_path / "shared"
     path.write_text("x")
     for each in (path, *path.parents[:3]):
@@ -150,7 +150,7 @@ def test_next_program_finds_no_word_of_the_request_before_in_its_memory(server, 
 
 
 def test_next_program_finds_nothing_of_the_request_before_in_its_frames(server):
-    """Such as how many there were, and how much they printed. A float is a time, and of this request."""
+    """For example, how many there were and how much they printed. A float is a time, and belongs to this request."""
     code = """
 import sys
 frame, found = sys._getframe().f_back, []

@@ -1,4 +1,4 @@
-"""What bounds a program, which files it gets and gives, and that nothing of it is left."""
+"""What bounds a program, which files it receives and returns, and that it leaves nothing behind."""
 
 import base64
 import json

@@ -19,7 +19,7 @@ from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program
 from verl_ext.sandbox import SandboxClient
 from verl_ext.sandbox.server.pool import STALL_S, within
 
-TIMEOUT_S = 8.0  # of a program that is stuck; it must have printed by then, beside other tests on two cores
+TIMEOUT_S = 8.0  # of a program that is stuck; it must have printed by then, next to other tests on two cores
 
 
 @pytest.fixture(scope="module", params=machines("all layers", "plain Docker"))
@@ -33,7 +33,7 @@ def server(request) -> Iterator[Server]:
 @needs_root
 @pytest.mark.parametrize("session", [None, "s"])
 def test_program_that_survives_sigkill_is_a_timeout_in_time(server, session):
-    """As a process that waits for a disk: one that is traced is not gone until its tracer, this process, lets it go."""
+    """Like a process that waits for a disk, a traced one is not gone until its tracer, this process, lets it go."""
     libc = ctypes.CDLL(None, use_errno=True)
     answers: list[dict] = []
     stuck = None
@@ -77,7 +77,7 @@ def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run
     try:
         outcome: list[dict] = []
         server.run("pass")
-        for _ in range(2):  # the second time it is no second loss: it has ended in between
+        for _ in range(2):  # the second time does not count as another loss: it has ended in between
             kill_workers(1, outcome)
             assert (outcome[-1]["status"], outcome[-1]["run_result"]["stdout"]) == ("Success", "ran\n")
         kill_workers(2, outcome)
@@ -121,7 +121,7 @@ PRINT = "print('ran', flush=True)"
     ],
 )
 def test_time_in_which_worker_and_program_stand_still_is_not_the_programs(code, timeout_s, status):
-    """As in a container that is frozen for a while. The worker wakes first, after the time limit."""
+    """As in a container that was frozen for a while. The worker wakes first, after the time limit."""
     server, answers = Server("--preload", "", workers=1), []
     try:
         server.run("pass")
@@ -154,7 +154,7 @@ async def test_an_answer_that_comes_while_the_server_stands_still_or_soon_after_
         assert await within(limit_s, loop.sock_recv(ours, 6)) == b"answer"
         with pytest.raises(TimeoutError):
             await within(0.1, loop.sock_recv(ours, 6))
-        theirs.send(b"later")  # nobody waits any more
+        theirs.send(b"later")  # no caller waits any more
         assert await loop.sock_recv(ours, 6) == b"later"
 
 
@@ -188,7 +188,7 @@ time.sleep(99)"""
 
 
 def test_what_a_program_has_forked_dies_with_its_worker(family):
-    """A fork clears PR_SET_PDEATHSIG, and a session of its own leaves the program's process group."""
+    """A fork clears PR_SET_PDEATHSIG, and a new session leaves the program's process group."""
     server, thread, processes = family
     processes[0].parent().kill()
     assert psutil.wait_procs(processes, timeout=5)[1] == []

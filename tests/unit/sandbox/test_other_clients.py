@@ -1,4 +1,4 @@
-"""Clients that were written for SandboxFusion, unchanged: its own from PyPI, verl's, and curl."""
+"""Clients written for SandboxFusion, unchanged: its own from PyPI, verl's, and curl."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What of the environment reaches a sandbox: the token, and no proxy."""
+"""What reaches a sandbox from the environment: the token, but no proxy."""
 
 import json
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def guarded(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("written", [TOKEN, f"{TOKEN}\n", f" {TOKEN}\r\n"])
 async def test_token_of_the_environment_is_sent_as_the_server_reads_it(guarded, monkeypatch, written):
-    """With the line's end that a file or a secret store leaves."""
+    """With the newline that a file or a secret store leaves."""
     monkeypatch.setenv("SANDBOX_TOKEN", written)
     assert "rlimits" in probe(guarded.url)
     client = SandboxClient([guarded.url], max_attempts=1)

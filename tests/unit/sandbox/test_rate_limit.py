@@ -1,4 +1,4 @@
-"""The schedule by hand; that processes share it is shown by a Ray job in tests/e2e."""
+"""The schedule by hand; a Ray job in tests/e2e shows that processes share it."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""What a model is told of a program that failed."""
+"""What a model reads about a program that failed."""
 
 import pytest
 

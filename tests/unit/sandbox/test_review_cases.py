@@ -52,7 +52,7 @@ print('forged')
 """
 WALK = "import os\nfor d,_,fs in os.walk({folder!r}):\n  for f in fs: print('READ',d+'/'+f)"
 
-# In a mount namespace of its own, a file with answers where administrators keep sources.
+# In a separate mount namespace, a file with answers where administrators keep sources.
 FOLDERS = ("/usr/src", "/usr/etc", "/usr/share", "/usr/local/src", "/usr/local/etc", "/usr/local/share", "/usr/games")
 HOST_WITH_SOURCES = f"""
 import os, sys

@@ -1,4 +1,4 @@
-"""What a worker shares with its program, and what it meets there: the table at the top of `server/worker.py`.
+"""What a worker shares with its program, and what can happen to it: the table at the top of `server/worker.py`.
 
 Programs that need no more than a line to say are in test_exclusion_for_sale.py.
 """
@@ -40,7 +40,7 @@ def session(server, request) -> Iterator[str]:
 
 # --- pipes
 
-# At all moments, so that some are between its worker's poll() and readv(). Where there is no /proc, it has no such end.
+# At all moments, so that some are between its worker's poll() and readv(). Without /proc, it has no such end.
 READ_BACK = """
 import os, random, time
 ends = []
@@ -176,7 +176,7 @@ def test_program_that_seals_its_next_call_first_is_no_failure_of_the_sandbox(ser
 
 @pytest.fixture
 def program() -> Iterator[tuple[subprocess.Popen, processes.Program, socket.socket]]:
-    """A process that stands for a session's program, as its worker sees it, and the program's end of the socket."""
+    """A process in the role of a session's program, as its worker sees it, and the program's end of the socket."""
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     ours.setblocking(False)

@@ -1,4 +1,4 @@
-"""Memory that no limit counts, so that programs cannot have it; and that Python does without it. On every machine.
+"""Memory that no limit counts is denied to programs, and Python works without it, on every machine.
 
 See docs/guides/sandbox.md, "Memory"; what a worker counts is in server/test_memory.py.
 """
@@ -91,7 +91,7 @@ def test_memory_that_nothing_counts_is_denied(server, name):
 
 
 def test_memory_of_the_zero_device_cannot_be_had(server):
-    """Shared, it is memory without a file by another name."""
+    """If shared, it is memory without a file under another name."""
     result = server.result(f"{PRELUDE}open('/dev/zero', 'rb')")
     assert "FileNotFoundError" in result["stderr"] or "PermissionError" in result["stderr"]
 
@@ -213,7 +213,7 @@ again = shared_memory.SharedMemory(block.name); print(again.buf[0]); again.close
     assert result["stdout"].splitlines() == ["queue", "3", "[1, 2]", "5"], result
 
 
-# --- mmap.mmap(-1, ...), where shared memory without a file is denied
+# --- mmap.mmap(-1, ...), if shared memory without a file is denied
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Warnings of settings that work but are hardly meant: in the doctor, and when a run starts."""
+"""Warnings about settings that work but are hardly intended: in the doctor, and when a run starts."""
 
 import pytest
 from omegaconf import OmegaConf

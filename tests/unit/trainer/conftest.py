@@ -1,4 +1,4 @@
-"""A trainer of verl with our options: constructor and training loop are real, what they call of a cluster is faked."""
+"""A trainer of verl with our options: constructor and training loop are real, their calls of a cluster are faked."""
 
 from types import SimpleNamespace
 

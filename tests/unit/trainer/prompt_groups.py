@@ -1,4 +1,4 @@
-"""DapoReplayBuffer on an in-memory TransferQueue, whose prompts end as a test says: for the tests of the sampler."""
+"""DapoReplayBuffer on an in-memory TransferQueue whose prompts end as a test says, for the tests of the sampler."""
 
 from types import SimpleNamespace
 
@@ -141,7 +141,7 @@ def sampled(batch):
 
 
 def group_of(*accs, failed=(), **fields):
-    """Rollouts with these accuracies; those at `failed` were failed by the sandbox."""
+    """Return rollouts with these accuracies; the sandbox failed those at `failed`."""
     return [info(acc, sandbox_failure=float(i in failed), **fields) for i, acc in enumerate(accs)]
 
 

@@ -72,7 +72,7 @@ def sampling(tmp_path):
 
 
 def one_step(sampling, step, text, accs, known=None):
-    """Submit one prompt, let its group end; returns its number of responses."""
+    """Submit one prompt, let its group end; return its number of responses."""
     (number,) = sampling.assign(step, [f"uid-{step}"], [text], [known])
     sampling.observe(f"uid-{step}", accs)
     sampling.end_step(step)
@@ -109,7 +109,7 @@ def test_pass_rates_outlive_a_resume_but_not_those_after_its_step(sampling, tmp_
 
 
 def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_that_resumes(sampling, tmp_path):
-    """The asynchronous modes send it again, under its name."""
+    """The asynchronous modes send it again under its name."""
     sampling.assign(40, ["x", "y"], ["a", "b"], [None, None])
     sampling.observe("x", [1, 1])
     sampling.end_step(40)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-# A group of four of which one failed: its place has a copy of session 0. Valid rewards 1, 0, 0.
+# A group of four of which one failed: a copy of session 0 takes its place. Valid rewards 1, 0, 0.
 FILLED = {"a_0_0": 1.0, "a_1_0": 0.0, "a_2_0": 0.0, "a_0_1": 1.0}
 NO_STD = "algorithm.norm_adv_by_std_in_grpo=false"
 
@@ -54,7 +54,7 @@ EQUAL = {
 
 @pytest.mark.parametrize("estimator", GROUP_MEANS)
 def test_a_group_of_equal_rewards_has_exactly_0(advantages, estimator):
-    """verl's own gives eight times -.9 .056 each, as float32 rounds their mean and their deviation."""
+    """verl's own gives eight times -.9 .056 each, because float32 rounds their mean and their deviation."""
     found = advantages(EQUAL | FILLED, (), estimator)
     assert {number for key in EQUAL for number in found[key]} == {0.0} and found["a_0_0"][0] > 0.1
 
@@ -76,7 +76,7 @@ def test_rewards_that_differ_by_a_millionth_keep_their_difference(advantages, es
 
 @pytest.mark.parametrize("estimator", GROUP_MEANS)
 def test_advantages_of_unequal_groups_are_verls(advantages, estimator):
-    """Of one batch without copies, whose groups have different sizes: verl's function, called with its rewards."""
+    """One batch without copies, with groups of different sizes: verl's function, called with its rewards."""
     import numpy as np
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -154,7 +154,7 @@ def test_a_filler_has_no_advantage_in_any_unit(advantages):
     ("objective", "more"), [("grpo", ()), ("dapo", ()), (None, ("actor_rollout_ref.actor.loss_agg_mode=token-sum",))]
 )
 def test_verls_padding_is_in_no_mean_over_responses(advantages, objective, more):
-    """verl divides by 6 rows where there are 4 responses; a mean over tokens has no token of padding in it."""
+    """verl divides by 6 rows although there are 4 responses; a mean over tokens has no token of padding in it."""
     rewards, padding = TWO_GROUPS | {"x_0_0": 0.0, "y_0_0": 0.0}, {"x_0_0", "y_0_0"}
     found = advantages(rewards, {"b"}, "grpo", NO_STD, *more, objective=objective, padding=padding)
     one = 6 / 4 if objective == "grpo" else 1.0
@@ -197,7 +197,7 @@ def test_a_reward_noted_at_the_last_token_of_a_tool_counts_at_the_policys_last_o
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
 def test_no_estimator_loses_a_reward_noted_at_the_last_token_of_a_tool(advantages, estimator):
-    """Rewards 1 and -1, whitened over the four tokens of the policy: +-sqrt(3/4), as their deviation is sqrt(4/3)."""
+    """Rewards 1 and -1, whitened over the four tokens of the policy: +-sqrt(3/4), as the deviation is sqrt(4/3)."""
     critic = {"values": [torch.zeros(3)] * 2} if estimator == "gae" else {}
     found = advantages({"a_0_0": 1.0, "a_1_0": -1.0}, (), estimator, mask=(1, 1, 0), **critic)
     assert found["a_0_0"] == pytest.approx([0.75**0.5, 0.75**0.5, 0.0], abs=1e-3)

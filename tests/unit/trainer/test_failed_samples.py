@@ -1,4 +1,4 @@
-"""Figures of a validation without the samples that failed outside the model."""
+"""Figures of a validation that leave out the samples that failed outside the model."""
 
 import random
 
@@ -63,7 +63,7 @@ def test_answers_that_are_equal_vote_together():
     assert same[name] == told[name] > 0.5
     normal = figures_of(samples, pred=preds, normalised=["0.5", r"\frac{1}{2}", "1/2", "7", "7"])[0]
     assert normal[name] == same[name]
-    nothing = figures_of(samples, pred=["", " ", "", "7", "7"])[0]  # no answer is an answer of its own, as verl counts
+    nothing = figures_of(samples, pred=["", " ", "", "7", "7"])[0]  # no answer is a separate answer, as verl counts
     assert nothing[name] == same[name]
 
 

@@ -27,7 +27,7 @@ def test_fillers_have_advantage_0_with_every_estimator(advantages, estimator):
 
 
 def test_the_tokens_of_fillers_stay_in_the_denominator_of_the_token_mean(advantages):
-    """Two tokens of each of 8 responses: half of the 16 are fillers'. The useful half alone would give twice this."""
+    """Two tokens of each of 8 responses: half of the 16 are fillers'. Only the useful half would give twice this."""
     import torch
     from verl.trainer.ppo.core_algos import agg_loss
 

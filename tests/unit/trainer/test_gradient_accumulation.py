@@ -1,4 +1,4 @@
-"""Weights stay gathered between micro-batches where the run has the memory, and the gradients are the same."""
+"""Weights stay gathered between micro-batches if the run has the memory, and the gradients are the same."""
 
 from types import SimpleNamespace
 

@@ -10,7 +10,7 @@ from verl_ext.trainer.limits import CALLS, let_calls_in, obey_nccl_timeout
 
 
 def test_ranks_wait_as_long_as_the_run_says():
-    """On a stand-in of verl.workers.engine_workers: the group is there before a `TrainingWorker` could make one."""
+    """With a stand-in for verl.workers.engine_workers: the group is there before a `TrainingWorker` could make one."""
 
     class ActorRolloutRefWorker:
         config = OmegaConf.create({"nccl_timeout": 3600})
@@ -42,7 +42,7 @@ def test_verls_worker_is_the_one_that_is_replaced():
 
 
 def test_torch_has_no_time_out_of_its_own_for_an_hour():
-    """What a process group gets that asks for none; the number in the docstring."""
+    """The limit of a process group that asks for none; the number in the docstring."""
     from torch.distributed import distributed_c10d as torchs
 
     assert torchs._get_default_timeout(torchs.Backend("cpu:gloo,cuda:nccl")).total_seconds() == 30 * 60

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and their gradients beside PyTorch's own of the whole matrix of logits."""
+"""Log-probs, entropies and their gradients compared with PyTorch's own on the whole matrix of logits."""
 
 import pytest
 import torch

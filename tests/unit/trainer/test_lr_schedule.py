@@ -1,4 +1,4 @@
-"""The learning rates that verl's optimizer gets, by verl's own way from a YAML to the engine's scheduler."""
+"""The learning rates that verl's optimizer gets, along verl's own path from a YAML to the engine's scheduler."""
 
 import sys
 
@@ -25,7 +25,7 @@ def make_config(**settings):
 
 
 def learning_rates(config, strategy="fsdp2"):
-    """Of each update, by the engine class of verl's registry, verl's optimizer and stepping; a model of one weight."""
+    """Return each update's rate, by the engine class that verl registers, its optimizer and stepping; one weight."""
     import torch
     from verl.workers.engine import EngineRegistry
 

@@ -1,4 +1,4 @@
-"""Our losses in verl's registry: verl's where the formula is the same, and nothing that is NaN gets through."""
+"""Our losses in verl's registry: they equal verl's if the formula is the same, and no NaN gets through."""
 
 import math
 

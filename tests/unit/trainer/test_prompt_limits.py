@@ -1,4 +1,4 @@
-"""A run whose prompts a rollout would cut does not start, whoever skipped the doctor."""
+"""A run whose prompts a rollout would cut does not start, even if the doctor was skipped."""
 
 import copy
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_the_interpreters_schema_counts_which_verls_filter_does_not_see(load, qw
     with pytest.raises(ValueError, match="prompts are longer than data.max_prompt_length=100 .*tool_config_path"):
         longest(100, *HERMES)
     longest(100, "retool.protocol=code")
-    with pytest.raises(ValueError, match="1 of 2 prompts are longer"):  # the row's loop has a protocol of its own
+    with pytest.raises(ValueError, match="1 of 2 prompts are longer"):  # the row's loop has its own protocol
         longest(100, "retool.protocol=code", prompts=("1+1?", ("1+1?", "retool_hermes", None)))
     longest(100, "retool.protocol=code", prompts=("1+1?", ("1+1?", "single_turn_agent", None)))
 

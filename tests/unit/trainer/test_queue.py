@@ -1,4 +1,4 @@
-"""Rows of TransferQueue that are copied."""
+"""Copied rows of TransferQueue."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_what_a_rollout_found_broken_ends_the_run_before_its_group_is_replaced(m
 
 
 def test_a_run_that_is_resumed_forgets_what_stopped_it(monkeypatch):
-    """In the asynchronous modes the queue is in the checkpoint. The group stays one that failed, and is replaced."""
+    """In the asynchronous modes the queue is in the checkpoint. The group still counts as failed, and is replaced."""
     import transfer_queue as tq
 
     from verl_ext.trainer.queue import clear_leftovers

@@ -1,4 +1,4 @@
-"""What a repeatable run takes out of chance, without the run: tests/e2e/test_repeatable.py starts some.
+"""What a repeatable run removes from chance, without the run: tests/e2e/test_repeatable.py starts some.
 
 The sampler is the real one, on a queue in which prompts end, and rollouts arrive, in an order and at a pace drawn by a
 seed. Names of prompts are those that the trainer gives.
@@ -40,11 +40,11 @@ def rollout(rng: random.Random) -> dict[str, Any]:
 
 
 class Queue:
-    """Stands for TransferQueue, and for the trainer that submits prompts."""
+    """Stands in for TransferQueue, and for the trainer that submits prompts."""
 
     def __init__(self, name: Callable[[], object], arrival: int):
         self.name, self.arrival = name, random.Random(arrival)
-        self.content = random.Random(0)  # what the rollouts are like is no matter of their arrival
+        self.content = random.Random(0)  # the content of rollouts does not depend on their arrival
         self.tags: dict[str, dict] = {}
         self.values: dict[str, Any] = {}
         self.waiting: dict[str, list[tuple[str, dict]]] = {}
@@ -81,7 +81,7 @@ class Queue:
 
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple]:
-    """One step: what was taken, in order, what was submitted, and the metrics."""
+    """Return one step: what was taken, in order, what was submitted, and the metrics."""
     import transfer_queue
 
     from verl_ext.trainer.repeatable import CompletedRounds, CountedNames, move_measured
@@ -121,7 +121,7 @@ def test_the_order_and_the_pace_of_arrival_change_nothing(sample: Callable[..., 
 
 
 def test_a_wait_for_all_rollouts_ends_where_one_can_never_come() -> None:
-    """The process of its agent loop is gone."""
+    """The rollout can never come because the process of its agent loop is gone."""
     from verl_ext.trainer.queue import check_while_waiting
     from verl_ext.trainer.repeatable import CompletedRounds
 
@@ -129,7 +129,7 @@ def test_a_wait_for_all_rollouts_ends_where_one_can_never_come() -> None:
         pending_keys, running_keys, poll_interval = {"train": set()}, {"train": {"a"}}, 0.0
 
         def _sync_metadata_from_transfer_queue(self) -> None:
-            """Nothing new."""
+            """Find nothing new."""
 
         def _wait_for_next_poll(self, partition_id: str, last: float) -> float:
             return last

@@ -68,7 +68,7 @@ FIXED = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gp
 
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_micro_batches_of_a_fixed_size_are_whole(make, dp_size):
-    """Of the update, the old log-probs and the reference's: 4, 6 and 9."""
+    """The sizes of the update, the old log-probs and the reference's: 4, 6 and 9."""
     key = "log_prob_micro_batch_size_per_gpu"
     sizes = f"actor_rollout_ref.rollout.{key}=6", f"actor_rollout_ref.ref.{key}=9"
     trainer, _ = make(*ADAPTIVE, *FIXED, *sizes, f"{ACTOR}.ppo_mini_batch_size=16")

@@ -1,4 +1,4 @@
-"""Early stop in verl's loop: where it ends, what it saves, and what a resumed run does."""
+"""Early stop in verl's loop: when it ends, what it saves, and what a resumed run does."""
 
 import logging
 
@@ -34,7 +34,7 @@ def test_a_run_without_progress_ends_with_a_checkpoint(make, mode, memory, caplo
 
 
 def test_a_checkpoint_that_is_there_is_not_saved_again_and_none_without_save_freq(make):
-    trainer, calls = make(ON["early_stop"], accs={2: 0.9, 4: 0.1})  # collapses where the run saves anyway
+    trainer, calls = make(ON["early_stop"], accs={2: 0.9, 4: 0.1})  # collapses at a step at which the run saves anyway
     trainer.fit(None)
     assert calls.steps == [1, 2, 3, 4] and calls.saves == [4]
     trainer, calls = make(ON["early_stop"], "trainer.save_freq=-1", accs={2: 0.9, 4: 0.1})

@@ -1,4 +1,4 @@
-"""A run whose servers are watched: who watches, through which client rollouts ask, and when newcomers can come in."""
+"""A run whose servers are watched: who watches, which client rollouts ask through, and when newcomers can join."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ class Replica:
 
 @pytest.fixture
 def started(make, cpu_platform, monkeypatch, tmp_path):
-    """A trainer after verl's `_setup`, which is faked; its watcher is never let loose."""
+    """A trainer after verl's `_setup`, which is faked; its watcher never starts."""
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplicaRegistry

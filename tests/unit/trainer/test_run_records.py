@@ -1,4 +1,4 @@
-"""What the trainer tells the recorder of a batch in verl's queue."""
+"""What the trainer sends to the recorder about a batch in verl's queue."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ MASK = [1, 1, 0, 1]
 
 
 class Handle:
-    """Of the recorder: what it is told, or will be with the next message, by the name of the call."""
+    """The recorder's handle: notes what it receives, or will receive with the next message, by the name of the call."""
 
     def __init__(self):
         self.told = []
@@ -49,7 +49,7 @@ def nested(rows):
 
 
 def note_advantages(records, stored, **factors):
-    """As the trainer, of the batch that is in the queue."""
+    """Note the advantages of the batch in the queue, as the trainer does."""
     advantages, masks = (
         torch.tensor([row[name] for row in stored.values()]) for name in ("advantages", "response_mask")
     )
@@ -137,7 +137,7 @@ def test_of_a_session_only_the_last_output_has_tokens(make):
 
 
 def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
-    """TransferQueue works in a thread of its own."""
+    """TransferQueue works in a separate thread."""
     import transfer_queue as tq
 
     records, handle, batch, _ = make(0.01)

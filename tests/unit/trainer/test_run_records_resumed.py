@@ -1,4 +1,4 @@
-"""The records of a run over kills and resumes: every group that ended is in them once, with the end of the ledger."""
+"""Records of a run across kills and resumes: every group that ended is in them once, with the ledger's end."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ def make(monkeypatch):
 
 
 class Handle:
-    """Of an actor that does at once what it is told."""
+    """The handle of an actor that executes each call at once."""
 
     def __init__(self, actor):
         self.actor = actor
@@ -58,7 +58,7 @@ class RecordedRun(Run):
         self.ledger.end_step = end_both
 
     def tell(self):
-        """As the agent loops do when the last rollout of a group has ended."""
+        """Record a group as the agent loops do when its last rollout has ended."""
         for uid in self.queue.groups.keys() - set(self.queue.in_flight) - self.sent:
             group = self.queue.groups[uid]
             ends = ["raised"] if group is RAISED else [str(rollout_end(each["reward_extra_info"])) for each in group]

@@ -47,7 +47,7 @@ def test_a_wrong_setting_of_retool_stops_the_run_at_its_start(make):
 
 
 def test_dynamic_sampling_without_a_metric_stops_the_run_at_its_start(make):
-    """verl checks its own sampler alone; ours would filter nothing."""
+    """verl checks only its own sampler; ours would filter nothing."""
     with pytest.raises(ValueError, match="enable is true with metric=null.* such as acc"):
         make("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=null")
     make("algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=null")
@@ -253,7 +253,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
 
 @pytest.fixture
 def told(monkeypatch):
-    """What a trainer's `RunRecords` tell the recorder, by name of the call; `told(trainer)` gives it some."""
+    """What a trainer's `RunRecords` send the recorder, by name of the call; `told(trainer)` gives it some."""
     import ray
 
     from verl_ext.records import recorder
@@ -272,7 +272,7 @@ def told(monkeypatch):
 
 
 class Handle:
-    """Of the recorder's actor."""
+    """The handle of the recorder's actor."""
 
     def __init__(self, calls):
         tell = lambda told: calls.extend((name, *arguments) for name, arguments in told)  # noqa: E731
@@ -290,7 +290,7 @@ def test_records_are_resumed_and_closed_also_where_early_stop_begins_no_step(mak
 
 def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a_validation(make, told):
     trainer, calls = make(steps=3, resume_at=2)
-    trainer._ledger = trainer._exclusions = None  # as with a sampler that tells nothing
+    trainer._ledger = trainer._exclusions = None  # as with a sampler that reports nothing
     said = told(trainer)
     trainer.fit(None)
     assert said[0] == ("resume", 2) and calls.steps == [3] and said[-1] == ("close",)
@@ -307,7 +307,7 @@ def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a
         ("true", ["step_000002", "val_000002"], False),
         ("false", ["step_000002", "val_000002"], True),
         ("true", ["step_000002", "val_000001"], True),  # of a run that was killed before its last validation
-        ("true", ["val_000002"], True),  # an evaluation in a folder of its own, made again
+        ("true", ["val_000002"], True),  # an evaluation in a separate folder, made again
     ],
 )
 def test_the_recorded_validation_of_a_run_stays_where_a_start_only_validates(
@@ -320,7 +320,7 @@ def test_the_recorded_validation_of_a_run_stays_where_a_start_only_validates(
         store.path_of(tmp_path, "trajectories", 2).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "records" / "trajectories" / f"{file}.parquet").touch()
     trainer._validate()
-    trainer._records.end_round(2)  # tells
+    trainer._records.end_round(2)  # sends what it has
     assert ("end_step" in [name for name, *_ in said]) == is_recorded
 
 
@@ -339,7 +339,7 @@ def test_the_pass_of_the_reference_and_scores_of_a_model_beside_the_actor_are_in
 
 @pytest.mark.parametrize(("cut", "expected"), [((1.0, 0.0, 0.0, 1.0), 0.5), ((0.0,) * 4, 0.0), ((None,) * 4, 0.25)])
 def test_the_clip_ratio_is_the_share_that_the_limit_cut_and_not_of_the_batchs_longest(make, monkeypatch, cut, expected):
-    """verl's own is .25 here: one of four is as long as the longest. It stays where a loop notes no end."""
+    """verl's own is .25 here: one of four is as long as the longest. It stays if a loop notes no end."""
     import transfer_queue as tq
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 

@@ -82,7 +82,7 @@ def test_verls_own_validation_takes_the_light_problems_and_their_number_of_respo
 
 
 def columns(*samples, source="tiny", uid=None):
-    """Arguments of `_val_metrics_update`: samples as (problem, acc, finish reason), 4 asked for of each problem."""
+    """Return arguments of `_val_metrics_update`: samples as (problem, acc, finish reason), 4 asked for per problem."""
     problems = [problem for problem, _, _ in samples]
     infos = {
         "reward": [2.0 * acc - 1 for _, acc, _ in samples],
@@ -132,7 +132,7 @@ def test_failed_samples_are_in_no_figure_of_a_validation(make, monkeypatch, capl
 def test_a_validation_that_lost_too_much_is_void_and_moves_nothing(
     make, monkeypatch, caplog, tmp_path, source_of_the_failed
 ):
-    """2 of 4 samples of one data source, beside 8 good ones of another: 50% of that source is above 25%."""
+    """2 of 4 samples of one data source, next to 8 good ones of another: 50% of that source is above 25%."""
     from verl_ext.checkpoints.folder import Rolling
 
     good = columns(*[(problem, *RIGHT) for problem in "abcdefgh" for _ in range(4)])

@@ -36,7 +36,7 @@ def test_groups_with_equal_rewards_are_replaced(make):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_among_ended_groups_the_first_submitted_come_first(make, mode):
-    """Ten and more: names are no order."""
+    """With ten or more prompts, sorting by name is not the order of submission."""
     _, buffer = make([MIXED] * 12, batch_size=12, mode=mode)
     if mode == "sync":
         buffer.num_to_submit = lambda batch_size: 12
@@ -90,7 +90,7 @@ def test_only_the_returned_trajectories_stay_in_the_queue(make):
     [
         # 8 in flight make 4 useful groups, +- sqrt(8 * .5 * .5) = 1.41: (8 + 1.41 - 4) / .5 = 10.8 more prompts.
         (0.5, 4, [11]),
-        (0.5, 2, [8]),  # 2 x 8 prompts at the most
+        (0.5, 2, [8]),  # at most 2 x 8 prompts
         (0.95, 4, [2]),  # 7.6 +- 0.62: (8 + 0.62 - 7.6) / .95 = 1.1
         (0.995, 4, []),  # 7.96 +- 0.2: what is missing is less than half a group
         (1.0, 4, []),
@@ -183,7 +183,7 @@ def test_a_reward_manager_that_tells_acc_alone_has_its_metrics(make):
     _, buffer = make([[plain(1.0, **told), plain(0.0)], MIXED], batch_size=2, metric="acc")
     _, metrics = buffer.sample(1, "train", 2)
     of_these = {name: value for name, value in metrics.items() if name.startswith("train/")}
-    # the second rollout is of another project's loop, which tells no length; those of MIXED have 10 tokens
+    # the second rollout is of another project's loop, which reports no length; those of MIXED have 10 tokens
     assert of_these == pytest.approx({"train/acc": 0.5, "train/truncation_rate": 1 / 3, "train/model_tokens": 50 / 3})
 
 
@@ -277,7 +277,7 @@ def test_asynchronous_sampling_of_equal_groups_has_an_end(make, mode, caplog):
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_what_one_batch_may_not_replace_the_next_one_does_not_replace_at_once(make, mode):
-    """Eight equal groups wait: each batch of two may replace two of them, the oldest, and takes two."""
+    """Eight equal groups wait: each batch of two may replace the two oldest, and takes two."""
     queue, buffer = make([RIGHT] * 100, batch_size=8, max_num_gen_batches=2, mode=mode)
     for number in (1, 2):
         batch, _ = buffer.sample(3, "train", 2)
@@ -307,7 +307,7 @@ def test_max_num_gen_batches_must_be_1_at_least(make):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trainer_that_asks_is_told_how_every_group_ended(make, mode):
-    """Also those that are left out, but without infrastructure failures."""
+    """Including those that are left out, but without infrastructure failures."""
     groups = [RIGHT, [info(1, void_turns=1), info(0)], SANDBOX_DOWN, RAISED, MIXED]
     queue, buffer = make(groups, batch_size=5, mode=mode, enable=False)
     queue.outcomes = iter([MIXED] * 2)

@@ -76,7 +76,7 @@ def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_alone(make
 
 
 def test_what_the_policy_can_cause_is_a_normal_sample(make):
-    """Its code timing out, too much output, too many calls, malformed calls, void turns: all trained as they are."""
+    """Time-outs of its code, too much output, too many calls, malformed calls and void turns are all trained on."""
     reasons = ["max_turns", "max_tokens", "malformed_limit", "answer"]
     group = [
         info(i == 3, finish_reason=reason, errors={"timeout": 3}, void_turns=1) for i, reason in enumerate(reasons)

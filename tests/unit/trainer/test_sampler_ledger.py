@@ -1,4 +1,4 @@
-"""Sampler and ledger over kills and resumes: every prompt is counted once, and has one end or is open."""
+"""Sampler and ledger across kills and resumes: every prompt is counted once, and either has one end or is open."""
 
 import copy
 import random
@@ -81,7 +81,7 @@ class Run:
         self.saved = self.checkpoint
 
     def kill(self):
-        """The process is gone; another one takes the newest checkpoint."""
+        """End the process; another one takes the newest checkpoint."""
         self.step, checkpoint, told = self.saved
         self.told = list(told)
         self.start(checkpoint)
@@ -107,7 +107,7 @@ def groups_of_four(seed, void=0.25):
 
 
 def play(run, seed):
-    """To its last step, with kills; returns uid -> in how many batches of the last course it was useful."""
+    """Run to the last step, with kills; return uid -> in how many batches of the last course it was useful."""
     rng = random.Random(seed)
     trained, taken = Counter(), {}
     while run.step < STEPS:

@@ -1,4 +1,4 @@
-"""What DapoReplayBuffer does for SimpleTIR (void turns in the baseline alone) and GRPO-RoC (half of 2n are kept)."""
+"""What DapoReplayBuffer does for SimpleTIR (void turns only in the baseline) and GRPO-RoC (half of 2n are kept)."""
 
 import pytest
 

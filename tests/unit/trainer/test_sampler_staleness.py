@@ -1,4 +1,4 @@
-"""`max_staleness`: no response is trained on whose oldest token is too old, also where its group aged in the queue."""
+"""`max_staleness`: a response whose oldest token is too old is not trained on, even if its group aged in the queue."""
 
 import pytest
 
@@ -107,7 +107,7 @@ def test_a_server_without_versions_and_values_that_cannot_be_are_refused(make):
 
 
 def test_a_group_that_was_equal_by_its_age_ends_once_also_in_the_run_that_resumes(make):
-    """It waits as a filler. The run that goes on does not know how old its rollouts were when it ended."""
+    """It waits as a filler. The resumed run does not know how old its rollouts were when the group ended."""
     options = {"mode": "colocate_async", "max_num_gen_batches": 1, "max_staleness": 1}
     queue, buffer = make([EQUAL_WITHOUT_OLD] * 3, batch_size=3, **options)
     buffer.sample(5, "train", 1)

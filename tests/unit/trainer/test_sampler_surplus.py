@@ -1,4 +1,4 @@
-"""How DapoReplayBuffer fills a batch that lacks useful groups, keeps surplus ones, and logs what became of all."""
+"""How DapoReplayBuffer fills a batch that lacks useful groups, keeps surplus ones, and logs what became of each."""
 
 import logging
 
@@ -70,7 +70,7 @@ def test_that_equal_groups_are_taken_is_said_once_in_each_step(make, caplog):
 
 
 def submit_step(queue, buffer, step, batch_size):
-    """As the trainer begins a step of the mode `sync`."""
+    """Begin a step as the trainer does in the mode `sync`."""
     buffer.refill_fn = lambda count: queue.submit(count, global_steps=step)
     if missing := buffer.num_to_submit(batch_size):
         queue.submit(missing, global_steps=step)
@@ -118,7 +118,7 @@ def test_surplus_groups_wait_no_longer_than_the_staleness_option_says(make):
 
 
 def what_became(caplog):
-    """Of the log's lines on the prompt groups, one for each batch."""
+    """Return the figures in the log's lines on the prompt groups, one for each batch."""
     said = [record.getMessage() for record in caplog.records if "what became" in record.getMessage()]
     return [dict(pair.split() for pair in line.split(": ", 2)[2].split(", ")) for line in said]
 

@@ -1,4 +1,4 @@
-"""Log-probs and gradients of the pass that computes a prompt once, beside those of sequences one by one."""
+"""Log-probs and gradients of the pass that computes a prompt once, compared with those of single sequences."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Updates that verl skips: they are counted and told, and a run that has no others ends."""
+"""Updates that verl skips are counted and reported, and a run that has no others ends."""
 
 import logging
 import math
@@ -72,7 +72,7 @@ def test_a_step_with_another_update_begins_the_count_anew(watch, between):
 
 
 def test_a_step_of_the_trainer_is_watched(make, monkeypatch, caplog):
-    """Two steps are told; the third, before its checkpoint, is the last."""
+    """Two steps are reported; the third, before its checkpoint, is the last."""
     from types import SimpleNamespace
 
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer

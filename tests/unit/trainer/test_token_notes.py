@@ -1,4 +1,4 @@
-"""What the actor's processes tell the recorder of the loss."""
+"""What the actor's processes send the recorder about the loss."""
 
 import time
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def nested(*rows):
 
 @pytest.fixture
 def ask(cpu_platform, monkeypatch):
-    """Calls verl's `ppo_loss` as the actor does, on two responses, of which `records` says which are recorded."""
+    """Call verl's `ppo_loss` as the actor does, on two responses; `records` says which of them are recorded."""
     from tensordict import TensorDict
     from verl.workers.config import ActorConfig, PolicyLossConfig
     from verl.workers.utils import losses

@@ -59,7 +59,7 @@ class Tab:
         return found["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 10) -> Any:
-        """The value of an expression once it is true."""
+        """Return the value of an expression once it is true."""
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
@@ -70,13 +70,13 @@ class Tab:
                 await asyncio.sleep(0.1)
 
     async def follow(self, expression: str) -> None:
-        """Run what opens another page, and wait for that."""
+        """Run an expression that opens another page, and wait for that page."""
         self.loaded.clear()
         await self.js(expression)
         await asyncio.wait_for(self.loaded.wait(), 30)
 
     async def click_on_curve(self, step: int) -> None:
-        """On the page of runs: where the first curve has its value of a step, or next to it if that is on the edge."""
+        """Click, on the page of runs, the first curve at its value of a step, or next to it if that is on the edge."""
         x, y = await self.js(
             "(() => { const p = document.querySelector('.chart').plot; p.over.scrollIntoView({block: 'center'});"
             " const box = p.over.getBoundingClientRect(), [steps, values] = p.data;"
@@ -89,7 +89,7 @@ class Tab:
             await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **clicks)
 
     async def token(self, position: int) -> dict[str, str]:
-        """On the page of a response: what is told of a token that is clicked, name -> value."""
+        """Return what the page of a response shows of a clicked token: name -> value."""
         await self.js(f"document.querySelectorAll('.tokens span')[{position}].click()")
         told = await self.js("document.getElementById('token').textContent")
         return dict(part.split(" ", 1) for part in told.split(" · "))

@@ -22,7 +22,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def viewer() -> Callable[..., TestClient]:
-    """Of the folders given, as a browser at its own address asks it. An error of ours is raised, not answered."""
+    """Return a client for the given folders that asks as a browser does. Errors of ours are raised, not answered."""
 
     def open_viewer(*folders: Path) -> TestClient:
         runs = [Run(folder, folder.name, number) for number, folder in enumerate(folders)]

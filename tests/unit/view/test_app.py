@@ -1,4 +1,4 @@
-"""The pages and who may ask for them, against values computed from the rows themselves."""
+"""The pages, checked against values computed from the rows themselves, and who may ask for them."""
 
 import html
 import math

@@ -135,7 +135,7 @@ async def test_a_truncated_file_is_named_and_the_rest_is_shown(tab, serve, run_f
 
 @pytest.mark.timeout(300)
 async def test_a_new_step_appears_within_five_seconds(tab, serve, run_folder: Path) -> None:
-    """Also when it comes before the page has looked for the first time."""
+    """Even if it comes before the page has looked for the first time."""
     address, took_s = serve(run_folder), []
     points = "document.querySelector('.chart').plot.data[0].at(-1)"
     for step in (5, 6, 7):  # other work on the machine may make one or two late
@@ -231,7 +231,7 @@ async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:
         "[...document.querySelectorAll('a, button, input:not([type=hidden]), select')].filter((e) =>"
         " !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map((e) => e.outerHTML)"
     )
-    unreached = (  # what scrolls is a stop of the Tab key, and nothing else is that does nothing
+    unreached = (  # what scrolls is a Tab stop, and nothing else that does nothing is one
         "[...document.querySelectorAll('main :not(.chart, .tokens, a[href], input, select, button, summary)')].filter("
         "(e) => (getComputedStyle(e).overflowY == 'auto') != (e.tabIndex == 0)).map((e) => e.outerHTML)"
     )

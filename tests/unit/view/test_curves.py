@@ -30,7 +30,7 @@ def test_runs_are_overlaid_and_the_published_one_is_a_preset(viewer, run_folder:
     names = {line["name"]: line for line in chart["series"]}
     assert list(names) == ["run_a", "run_b", "published"] and names["published"]["run"] is None
     at = dict(zip(chart["x"], names["run_b"]["y"], strict=True))
-    assert at[2] is not None and at[4] is None  # a run without a value has a hole, and no invented number
+    assert at[2] is not None and at[4] is None  # a run without a value has a gap, not an invented number
     published = {line["step"]: line["data"] for line in map(json.loads, curves.PUBLISHED.open())}
     assert names["published"]["y"][chart["x"].index(10)] == published[10]["critic/score/mean"]
 

@@ -1,4 +1,4 @@
-"""What is asked of the records: filters, and files that are damaged or written again."""
+"""Queries of the records: filters, and files that are damaged or rewritten."""
 
 import json
 import re

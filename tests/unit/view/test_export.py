@@ -1,7 +1,7 @@
 """A run as inspect_ai's log, and a step's time as Chrome's trace.
 
 The form of the log was checked once against inspect_ai 0.3.285, whose `read_eval_log` and `read_eval_log_sample` took
-it; the package is no dependency, so that what they read is tested here.
+it; the package is not a dependency, so what they read is tested here.
 """
 
 import io
@@ -135,7 +135,7 @@ def test_an_export_that_fails_leaves_no_file(client: TestClient, monkeypatch, tm
 
 @pytest.mark.parametrize("headers", [{}, {"Range": "bytes=9-1"}])
 def test_an_export_leaves_no_file(client: TestClient, monkeypatch, tmp_path: Path, headers) -> None:
-    """A wrong range, too, which Starlette's FileResponse refuses before it runs its background task."""
+    """Also after a wrong range, which Starlette's FileResponse refuses before it runs its background task."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(tmp_path.iterdir())
     answer = client.get("/run/0/export.eval", headers=headers)

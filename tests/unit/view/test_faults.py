@@ -1,4 +1,4 @@
-"""Files that are damaged, or no files, and values that nobody expects: named on a page, and the rest is shown."""
+"""Files that are damaged or not files, and unexpected values: a page names them, and the rest is shown."""
 
 import copy
 import functools
@@ -84,7 +84,7 @@ def test_a_file_that_ends_the_database_is_named_and_all_other_runs_are_shown(vie
         lambda content: content[:-4] + b"XXXX",
         lambda content: b'{"step": 1}\n' * 100,
         lambda content: b"\0" * len(content),
-        lambda content: content.replace(b"What is", b"What\xff\xfes"),  # no UTF-8: only DuckDB looks
+        lambda content: content.replace(b"What is", b"What\xff\xfes"),  # not UTF-8: only DuckDB checks
         lambda content: content.replace(b"uid", b"u\xffd"),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_call_that_was_not_run_is_marked_on_the_group_page(client: TestClient,
 
 
 def test_a_diff_of_two_loops_takes_no_half_minute() -> None:
-    left, right = response(*["a", "b"] * 1000), response(*["a", "a", "b"] * 666)  # 28 s where all pairs are looked at
+    left, right = response(*["a", "b"] * 1000), response(*["a", "a", "b"] * 666)  # 28 s if all pairs are compared
     began = time.process_time()
     assert group.diff(left, right) and time.process_time() - began < 2
 
@@ -182,7 +182,7 @@ def test_a_page_of_long_texts_cuts_each_so_far_that_it_stays_small(client: TestC
     assert "Each text is cut" not in client.get(GROUP, params={"uid": "s2-p1"}).text
     store.rewrite(path, lambda rows: [row | {"calls": [call] * 10} for row in rows])
     page = re.sub("<[^>]+>", "", client.get(GROUP, params={"uid": "s2-p1"}).text)
-    # 4 samples x 10 calls: 80 texts of 18,000 and more, and 40 of one, have 1,249 each at the most, 20,000 / 2^5 = 625.
+    # 4 samples x 10 calls: 80 texts of 18,000 and more, and 40 of one, have at most 1,249 each, 20,000 / 2^5 = 625.
     assert "Each text is cut after 625 characters" in page and page.count("… 17,375 more characters") == 40
 
 
@@ -195,7 +195,7 @@ def test_the_reward_is_shown_by_its_parts() -> None:
 
 @pytest.mark.parametrize("session", [0, 7])
 def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_folder: Path, session: int) -> None:
-    """Nothing is known of it but what it raised: prompt, verdict, turns, calls and score are null."""
+    """Nothing is known of it except what it raised: prompt, verdict, turns, calls and score are null."""
     path = store.path_of(run_folder, "trajectories", 1)
     sample = {"uid": "s1-p1", "global_steps": 1, "extra_info": {"id": "sum/1"}, "data_source": "sums"}
     columns = raised_columns(session, OSError("a lost server"), started_s=1.0, ended_s=2.0)
@@ -215,7 +215,7 @@ def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_fo
 
 
 def test_right_and_wrong_samples_without_an_answer_are_two_clusters() -> None:
-    """Of a verifier that finds no answer, but judges the text."""
+    """Samples of a verifier that finds no answer, but judges the text."""
     rows = [{"acc": acc, "verdict": None, "session": i} for i, acc in enumerate((0.0, 1.0, 0.0))]
     found = [(name, [row["session"] for row in members]) for name, members in group.clusters(rows)]
     assert found == [("", [1]), ("", [0, 2])]

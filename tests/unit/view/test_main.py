@@ -1,4 +1,4 @@
-"""The command: what it refuses, and that it listens on the loopback address alone."""
+"""The command: what it refuses, and that it listens only on the loopback address."""
 
 import socket
 import subprocess

@@ -105,7 +105,7 @@ def test_two_runs_are_compared_and_a_problem_leads_to_all_its_draws(viewer, run_
 
 
 def test_a_sample_counts_calls_that_ran_and_tokens_of_the_model(run_folder: Path) -> None:
-    """As an evaluation does: a malformed call is the model's fault, and none that ran."""
+    """As in an evaluation, a malformed call is the model's fault and did not run."""
     path = store.path_of(run_folder, "trajectories", 4, validate=True)
     rows = store.read(path).to_pylist()
     ran = next(row for row in rows if row["calls"] and row["acc"] is not None)
@@ -127,7 +127,7 @@ def test_a_side_without_rollouts_is_named(client: TestClient, run_folder: Path) 
 
 
 def test_figures_are_of_the_problems_that_both_sides_have(client: TestClient, run_folder: Path) -> None:
-    """Two of five; and where there are none, no pair is made of what has no text."""
+    """Two of five; and if there are none, nothing without a text is paired."""
     for step in (2, 3, 4):
         store.path_of(run_folder, "trajectories", step).unlink()
     of_validation = store.path_of(run_folder, "trajectories", 4, validate=True)

@@ -1,4 +1,4 @@
-"""Hostile text stays inert: on every page that shows what a model or its program wrote."""
+"""Hostile text stays inert on every page that shows what a model or its program wrote."""
 
 import html
 import json

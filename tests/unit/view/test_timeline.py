@@ -78,7 +78,7 @@ def test_a_time_that_none_can_be_is_left_out(client: TestClient, run_folder: Pat
 
 
 def test_a_wait_names_what_ended_last_and_how_long_it_was_alone() -> None:
-    # Session 1 ends at 9, the others at 6 and before: 3 s alone.
+    # Session 1 ends at 9, the others at 6 and before: 3 s by itself.
     (wait,) = timeline.waits(ROWS)
     assert (wait["s"], wait["last"]["session"], wait["alone_s"]) == (10, 1, 3)
 
@@ -90,7 +90,7 @@ def test_a_wait_is_for_rollouts_of_its_step() -> None:
 
 
 def test_what_ran_in_a_step_and_was_decided_later_stands_in_its_timeline(client: TestClient, run_folder: Path) -> None:
-    """As in the asynchronous modes; without it a server that works looks idle."""
+    """As in the asynchronous modes; otherwise a busy server looks idle."""
     url, began = "/run/0/step_000002/timeline", START_S + 2 * STEP_S + 3.0
     before = client.get(url).text
 

@@ -46,7 +46,7 @@ def test_a_part_of_a_character_has_a_place_to_click(client: TestClient, run_fold
 
 
 def test_a_token_whose_text_is_not_known_is_shown_by_its_id(client: TestClient, run_folder: Path) -> None:
-    """A recorder whose process was started again no longer has the texts that the trainer has told."""
+    """A recorder whose process was restarted no longer has the texts that the trainer sent before."""
     path = store.path_of(run_folder, "tokens", 2)
     rows = [row | {"text": None} for row in store.read(path).to_pylist() if row["uid"] == "s2-p1"]
     store.write(path, "tokens", rows)

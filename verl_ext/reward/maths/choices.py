@@ -1,7 +1,7 @@
 r"""Read the letter of a choice: `C`, `(C)`, `Option C`, `C. Both A and B`, `\text{(C) Increasing}`.
 
-One letter is chosen, and what follows it is the text of that option. Another choice beside it (`C or D`, `C, D`, `C. 12
-D. 13`), a word that takes it back, or an expression (`C^2`) is no choice.
+One letter is chosen, and the text after it belongs to that option. A second choice (`C or D`, `C, D`, `C. 12 D. 13`), a
+word that takes the letter back, or an expression (`C^2`) makes it no choice.
 """
 
 import re
@@ -37,11 +37,11 @@ _ARTICLE = re.compile(r"(?:^|(?<=[.:;]\s)|(?<=\s))A(?=\s+[a-z])")
 
 
 def read_choice(text: str, letters: str = "ABCDEFGHIJ") -> tuple[str, str] | None:
-    """(letter, text of the option); None if it is not one choice.
+    """Return (letter, text of the option); None if the text is not a single choice.
 
     Args:
         text: an answer as it is written.
-        letters: among which may be chosen.
+        letters: those that may be chosen.
     """
     if len(text) > MAX_CHARS:
         return None
@@ -70,7 +70,7 @@ def read_choice(text: str, letters: str = "ABCDEFGHIJ") -> tuple[str, str] | Non
 
 
 def _names_another(said: str, letter: str) -> bool:
-    """Whether the text of an option has the letter of another one, outside of an option about options."""
+    """Return whether the text of an option has the letter of another one, outside an option about options."""
     if _COMPOSITE.fullmatch(said) and not re.search(r"\b[A-H]\s*[).:]", said):
         return False
     found = {"".join(letters) for letters in _LETTER.findall(_ARTICLE.sub(" ", said))}

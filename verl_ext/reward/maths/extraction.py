@@ -11,7 +11,7 @@ _CODE_TAGS = ("code", "tool_call", "python", "execute")
 _PRINTED_TAGS = tuple("interpreter tool_response output tool_output tool_result execution_result observation".split())
 _PROSE_FENCES = {"latex", "tex", "math", "markdown", "md", "text", "plaintext"}
 # A fence without a language is prose too, since models frame final answers that way, unless it follows code.
-# Each branch begins with a character that has no case: by those the search skips over prose.
+# Each branch begins with a character that has no case, which lets the search skip over prose.
 _BLOCK_OPEN = re.compile(
     rf"<(?i:(?P<tag>{'|'.join(_CODE_TAGS + _PRINTED_TAGS)})\s*>|(?P<role>\|im_start\|>(?:tool|user|system)\b))"
     rf"|(?P<fence>```|~~~)[ \t]*(?!(?i:{'|'.join(_PROSE_FENCES)})\b)\w[^\n`~]*\n"
@@ -31,7 +31,7 @@ _MINUS = re.compile(r"[=$]\s*-\s*$")
 _POWER = re.compile(r"\s*\^\s*(?:\d+|\{\s*-?\d+\s*\})")
 _JOINT = re.compile(rf"{_LAYOUT}(?:[,;]{_LAYOUT}(?:{_AND})?|{_AND}){_LABEL}")
 MAX_JOINT_CHARS = 40
-# A box that shows how to answer, and holds no answer: empty, dots, a blank or the words that stand for one.
+# A box that shows how to answer and holds no answer: empty, dots, a blank or words that stand for an answer.
 _PLACEHOLDER = re.compile(
     r"(?:\s|[{}$.…_~·□-]|\\[,;:! _]|\\(?:q?quad|[cl]?dots[bcimo]?|square|Box|blank|phantom|cdot|underline)(?![a-z])"
     r"|\\hspace\{[^{}]*\}|\\(?:text|math)(?:bf|it|rm|tt)?(?![a-z]))*+"
@@ -42,12 +42,12 @@ _PLACEHOLDER = re.compile(
 
 
 def extract_answer(response_text: str, *, unfinished_thinking: bool = False) -> str | None:
-    """The text inside the last complete box (or answer tag), untouched; None where there is none.
+    """Return the text inside the last complete box (or answer tag), untouched; None if there is none.
 
     The whole text is searched, in time linear in its length. An unclosed box is not an answer.
 
     Args:
-        unfinished_thinking: a box after a `<think>` that is never closed is an answer, too.
+        unfinished_thinking: a box after a `<think>` that is never closed is an answer as well.
     """
     spoken = strip_tool_blocks(response_text, unfinished_thinking=unfinished_thinking)
     box = _last_box(spoken)
@@ -59,13 +59,13 @@ def extract_answer(response_text: str, *, unfinished_thinking: bool = False) -> 
 
 
 def strip_tool_blocks(response_text: str, *, unfinished_thinking: bool = False) -> str:
-    """What the model says after its last `</think>`, without its code, its tool calls and the tools' output.
+    """Return the model's text after its last `</think>`, without its code, its tool calls and the tools' output.
 
-    Thoughts that are never closed are left out, too, except with `unfinished_thinking`.
+    Thoughts that are never closed are also left out, except with `unfinished_thinking`.
 
     Blocks are `<code>`, `<interpreter>`, `<tool_call>`, `<tool_response>` and their likes, fences with a language name
     and the fence of output after one, and other roles' turns of a chat. A block that is never closed reaches to the
-    end: a response cut off inside its code has not answered yet. One never opened begins at the start.
+    end: a response cut off inside its code has not answered yet. A block that is never opened begins at the start.
     """
     outside = _drop_closed_blocks(response_text).rpartition("</think>")[2]
     if not unfinished_thinking:
@@ -106,9 +106,9 @@ def _drop_closed_blocks(text: str) -> str:
 
 
 def _last_box(text: str) -> str | None:
-    """Content of the complete box that ends last: of nested boxes the outer one. `\\{` and `\\}` do not count.
+    """Return the content of the complete box that ends last, the outer of nested ones. `\\{` and `\\}` do not count.
 
-    Boxes joined by nothing but "and", "or" or a comma are one answer of several values.
+    Boxes joined only by "and", "or" or a comma are one answer of several values.
     """
     first = _BOX_OPEN.search(text)
     if first is None:

@@ -40,7 +40,7 @@ Piece = tuple[Fraction | float, int, Fraction | float, int]
 
 
 def condition_of(text: str) -> str:
-    """`\\{x \\mid -3<x<4\\}` as `-3<x<4`: a set of reals by one condition on its variable; any other text as it is."""
+    """Return the condition of a set of reals, `\\{x \\mid -3<x<4\\}` as `-3<x<4`; any other text as it is."""
     match = _CONDITION.fullmatch(text)
     if not match or not (RELATION.search(match["rest"]) or r"\notin" in match["rest"]):
         return text
@@ -49,10 +49,10 @@ def condition_of(text: str) -> str:
 
 
 def intervals_of(text: str) -> tuple[str, str] | None:
-    r"""`x < -1 \lor x \ge 3` as ("x", `(-\infty,-1)\cup [3,\infty)`), `x>1 \land x<3` as ("x", "(1,3)"); else None.
+    r"""Read `x < -1 \lor x \ge 3` as ("x", `(-\infty,-1)\cup [3,\infty)`), `x>1 \land x<3` as ("x", "(1,3)").
 
-    A comma is an "or", but between two bounds that leave a bounded interval an "and": `x>1, x<3`. Beside another
-    condition, `-\infty<x<\infty` only says that x is a real number.
+    Returns None for other texts. A comma is an "or", but an "and" between two bounds that leave a bounded interval:
+    `x>1, x<3`. Next to another condition, `-\infty<x<\infty` only says that x is a real number.
     """
     intervals, variables = [], set()
     for alternative in split_top_level(text, r"\lor"):
@@ -80,7 +80,7 @@ def intervals_of(text: str) -> tuple[str, str] | None:
 
 
 def _without(interval: "_Bounds", points: list[str]) -> list[str] | None:
-    """The interval without some points, as intervals; None if its ends or the points are not all rational."""
+    """Return the interval without some points, as intervals; None if its ends or the points are not all rational."""
     numbers = {text: _read_end(text) for text in points}
     low, high = _read_end(interval.low), _read_end(interval.high)
     if None in numbers.values() or low is None or high is None:
@@ -112,7 +112,7 @@ class _Bounds(NamedTuple):
 
 
 def _bounds_of(part: str) -> _Bounds | None:
-    """`1 < x \\le 3`, `x > 1` or `x = 5` as bounds; None for anything else, such as `1 < x > 3`."""
+    """Read `1 < x \\le 3`, `x > 1` or `x = 5` as bounds; None for anything else, such as `1 < x > 3`."""
     sides, signs = [side.strip() for side in RELATION.split(part)], RELATION.findall(part)
     if not signs:
         if inside := _MEMBER.fullmatch(part):
@@ -137,13 +137,13 @@ def _bounds_of(part: str) -> _Bounds | None:
 
 
 def _holds_numbers(interval: _Bounds) -> bool:
-    """Whether its ends are rational, and numbers are between them."""
+    """Return whether an interval has rational ends with numbers between them."""
     low, high = _read_end(interval.low), _read_end(interval.high)
     return low is not None and high is not None and low < high
 
 
 def _both(conditions: list[_Bounds]) -> _Bounds | None:
-    """The interval of values that meet all conditions; None with two lower or two upper bounds."""
+    """Return the interval of values that meet all conditions; None with two lower or two upper bounds."""
     lows = [c for c in conditions if r"\infty" not in c.low]
     highs = [c for c in conditions if r"\infty" not in c.high]
     if not len(lows) == len(highs) == 1:
@@ -156,9 +156,10 @@ def _split_conditions(text: str) -> list[str]:
 
 
 def exclusions_of(text: str) -> tuple[str, str] | None:
-    r"""All reals but some, as (variable, those as a set): `x \in \mathbb{R}, x \ne 2`, `(-\infty,2)\cup (2,\infty)`.
+    r"""Read all reals except some: `x \in \mathbb{R}, x \ne 2`, `(-\infty,2)\cup (2,\infty)`.
 
-    The variable is "" where none is named. None for anything else, such as `x \ne 2 \lor x \ne 3`.
+    Returns (variable, the excluded reals as a set), with "" if no variable is named; None for anything else, such as
+    `x \ne 2 \lor x \ne 3`.
     """
     if difference := _DIFFERENCE.fullmatch(text):
         return (difference["variable"] or "").strip(), rf"\{{{difference['points']}\}}"
@@ -184,7 +185,7 @@ def exclusions_of(text: str) -> tuple[str, str] | None:
 
 
 def _all_but(text: str) -> tuple[str, str] | None:
-    """`exclusions_of`, of `x < 2 \\lor x > 2` too."""
+    """Read as `exclusions_of` does, and `x < 2 \\lor x > 2` as well."""
     if not re.search(r"\\(?:ne|notin|setminus|cup|lor)(?![a-zA-Z])|,.*[<>]|\breals?\b|\\mathbb|\\infty\s*\)", text):
         return None
     if found := exclusions_of(text):
@@ -195,7 +196,7 @@ def _all_but(text: str) -> tuple[str, str] | None:
 
 
 def _excluded_by(text: str) -> tuple[str, str] | None:
-    """`x \\ne 2, x \\ne 3`, `x \\ne 2,3`, `x \\notin \\{2,3\\}`; `x \\in \\mathbb{R}` beside them says nothing more."""
+    """Read `x \\ne 2, x \\ne 3`, `x \\ne 2,3`, `x \\notin \\{2,3\\}`; a `x \\in \\mathbb{R}` there adds nothing."""
     variables, points = set(), []
     for condition in _split_conditions(text):
         if real := _IN_REALS.fullmatch(condition):
@@ -221,11 +222,11 @@ def _excluded_by(text: str) -> tuple[str, str] | None:
 
 
 def same_notation(pred: str, gold: str) -> tuple[str, str]:
-    """Both as intervals, where one is an inequality in one variable and the other one, too, or a set of reals.
+    """Return both as intervals, if one is an inequality in one variable and the other is one too, or a set of reals.
 
-    All reals but some become the set of those, whatever they are: `x \\ne 2` and `(-\\infty,2)\\cup (2,\\infty)`.
-    Likewise beside an inequality of absolute values in the same variable, which computer algebra solves. Anything else
-    comes back with commas for "and" and "or": `x < 3` beside `y < 3`, or beside the number 3.
+    All reals except some become the set of the excluded ones: `x \\ne 2` and `(-\\infty,2)\\cup (2,\\infty)`. One side
+    is also an interval if the other is an inequality of absolute values in the same variable, which computer algebra
+    solves. Anything else comes back with commas for "and" and "or": `x < 3` against `y < 3`, or against the number 3.
     """
     pred, gold = condition_of(pred), condition_of(gold)
     excluded = _all_but(pred), _all_but(gold)
@@ -243,7 +244,7 @@ def same_notation(pred: str, gold: str) -> tuple[str, str]:
 
 
 def _is_absolute(text: str, variable: str) -> bool:
-    """Whether it is an inequality like `|x-2|<1` in this variable alone."""
+    """Return whether a text is an inequality like `|x-2|<1` in this variable only."""
     return bool(re.match(r"\|[^|]*\|\s*(?:<|>|\\[lg]e)", text)) and set(_LETTER.findall(text)) == {variable}
 
 
@@ -252,19 +253,19 @@ def _listed(text: str) -> str:
 
 
 def is_set(text: str) -> bool:
-    """Whether it is written as a set of reals, not as values: an interval, or with signs that only sets have."""
+    """Return whether a text is written as a set of reals, not as values: an interval, or with signs of sets."""
     if _SET.search(text):
         return True
     return text[:1] in ("(", "[") and closing_index(text) == len(text) - 1 and len(split_top_level(text[1:-1])) == 2
 
 
 def is_braced(text: str) -> bool:
-    r"""Whether one pair of set braces is around all of it: `\{1,2\}`, but not `\{1\}\cup\{2\}`."""
+    r"""Return whether one pair of set braces encloses the whole text: `\{1,2\}`, but not `\{1\}\cup\{2\}`."""
     return text.startswith(r"\{") and text.endswith(r"\}") and closing_index(text[1:]) == len(text) - 2
 
 
 def joined_points(text: str) -> str:
-    r"""`\{2\}\cup \{3\}` as `\{2,3\}`; any other text as it is."""
+    r"""Write `\{2\}\cup \{3\}` as `\{2,3\}`; leave any other text as it is."""
     parts = split_top_level(text, r"\cup")
     if len(parts) == 1 or not all(is_braced(part) and not re.search(r"\||:", part) for part in parts):
         return text
@@ -272,7 +273,7 @@ def joined_points(text: str) -> str:
 
 
 def pieces_of_union(text: str) -> list[str]:
-    r"""`[-1,2]\cup\{5,6\}\cup[7,7]` as its intervals and single points: `[-1,2]`, `\{5\}`, `\{6\}`, `\{7\}`."""
+    r"""Split `[-1,2]\cup\{5,6\}\cup[7,7]` into its intervals and points: `[-1,2]`, `\{5\}`, `\{6\}`, `\{7\}`."""
     pieces = []
     for part in split_top_level(text, r"\cup"):
         if is_braced(part) and not re.search(r"\||:", part):
@@ -285,9 +286,9 @@ def pieces_of_union(text: str) -> list[str]:
 
 
 def read_reals(text: str) -> list[Piece] | None:
-    r"""The set as pieces that neither touch nor overlap, in order: `[1,2)\cup\{2\}` and `[1,2]` read the same.
+    r"""Read a set as pieces that neither touch nor overlap, in order: `[1,2)\cup\{2\}` and `[1,2]` read the same.
 
-    None where an end is no rational number or infinity, or it is no union of intervals and points.
+    Returns None if an end is neither rational nor infinite, or the text is not a union of intervals and points.
     """
     written = pieces_of_union(text)
     if len(written) > MAX_PIECES:

@@ -1,7 +1,7 @@
-r"""The left side of `x = 3`, `f(2) = 3`, `\angle ABC = 3`, `\text{Area of }ABC = 3`: a name of what is asked for.
+r"""The left side of `x = 3`, `f(2) = 3`, `\angle ABC = 3`, `\text{Area of }ABC = 3`: a name of the wanted value.
 
-A label is one variable or a named quantity. `x/2`, `\log x`, `|x|`, `\pi` and `\text{not }x` are none: whoever writes
-them before `= 6` does not say that the answer is 6.
+A label is one variable or a named quantity. `x/2`, `\log x`, `|x|`, `\pi` and `\text{not }x` are not labels: whoever
+writes them before `= 6` does not say that the answer is 6.
 """
 
 import re
@@ -52,7 +52,7 @@ _WORDS = re.compile(
 _CONSTANT = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|binom|frac|sqrt|lfloor|lceil)(?![a-zA-Z])"
 )
-# What names a quantity, although beside a number it changes it; not before a variable, as in "sum of x".
+# Words that name a quantity, although next to a number they change it; not before a variable, as in "sum of x".
 _QUANTITIES = set(
     "sum product difference quotient remainder ratio proportion fraction percent percentage percentile answer answers "
     "digit digits integral limit derivative function exponent base power degree root roots estimate right mean time "
@@ -70,12 +70,12 @@ _ANSWERS = set("the final answer result conclusion solution is value".split())
 
 
 def split_label(text: str, *, trusted: bool = False) -> tuple[str, str]:
-    r"""`x = 3` -> ("x", "3"), `f(x) = y = 3` -> ("f(x)", "3"), `x \in S` -> ("x", "S"); ("", text) for anything else.
+    r"""Split `x = 3` into ("x", "3"), `f(x) = y = 3` into ("f(x)", "3"), `x \in S` into ("x", "S"); else ("", text).
 
     Values that all have one label are its list: `x=2, x=3` -> ("x", "2,3"). `3 = x` is read as `x = 3`.
 
     Args:
-        trusted: the ground truth's, in which any left side with a letter is one, except powers, sums and multiples.
+        trusted: the text is a ground truth: any left side with a letter is a label, except powers, sums and multiples.
     """
     if re.search(r"\\l(?:or|and)(?![a-zA-Z])", text):  # x=5 or x<1
         return "", text
@@ -98,7 +98,7 @@ def split_label(text: str, *, trusted: bool = False) -> tuple[str, str]:
 
 
 def _common_label(text: str, trusted: bool) -> tuple[str, str] | None:
-    """`x=2,x=3`, `x_1=2,x_2=3` and `x=2,3,x=4` as one label with its values."""
+    """Read `x=2,x=3`, `x_1=2,x_2=3` and `x=2,3,x=4` as one label with its values."""
     if text.count("=") < 2 or "," not in text or RELATION.search(text):
         return None
     labels, values = [], []
@@ -114,7 +114,7 @@ def _common_label(text: str, trusted: bool) -> tuple[str, str] | None:
 
 
 def split_indexed(text: str, label: str) -> tuple[str, str] | None:
-    """`x_1=2, x_2=3` as the values of `x`, each index once; None for anything else."""
+    """Read `x_1=2, x_2=3` as the values of `x`, each index once; None for anything else."""
     found = [re.fullmatch(r"(.*?)\s*_\s*\{?\s*(\d)\s*\}?\s*=([^=]+)", part) for part in split_top_level(text)]
     if len(found) < 2 or None in found or {key(each[1]) for each in found} != {key(label)}:
         return None
@@ -123,7 +123,7 @@ def split_indexed(text: str, label: str) -> tuple[str, str] | None:
 
 
 def is_label(text: str, value: str = "") -> bool:
-    """Whether a left side names what is asked for, whose value stands on the right."""
+    """Return whether a left side names the wanted quantity, whose value is on the right."""
     text = _FONT_BRACES.sub(r"\1", text.replace(DEGREES_AS_RADIANS, "")).strip()
     if len(text) > MAX_CHARS or not text:
         return False
@@ -150,7 +150,7 @@ def is_label(text: str, value: str = "") -> bool:
 
 
 def is_calculation(text: str) -> bool:
-    r"""Whether a left side has no variables, and is worked out on the right, as in `\sin 30^\circ = \frac12`."""
+    r"""Return whether a left side has no variables and is worked out on the right, as in `\sin 30^\circ = \frac12`."""
     return bool(_CONSTANT.match(text)) and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text))
 
 

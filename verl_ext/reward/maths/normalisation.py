@@ -26,12 +26,12 @@ _MACROS |= dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|") | dict.fromkeys
 
 
 def _said(words: str) -> str:
-    """A pattern of words, in `\\text` or not."""
+    """Return a pattern of words, in `\\text` or not."""
     return rf"(?i:\\text\s*\{{\s*{words}\s*\.?\s*\}}|{words})"
 
 
 _IN_TEXT = r"\\text\s*\{([^{}]*)\}\s*(\^\s*(?:\d|\{\d\}))?"
-# What changes how an answer looks, not what it says. Each line works on what the lines above it left.
+# Rules that change how an answer looks, not what it says. Each line works on the result of the lines above it.
 _LAYOUT = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -133,7 +133,7 @@ _ARGUMENT = re.compile(
     r"[-+]?(?:(?!\b(?:and|or)\b)(?:\{(?:[^{}]|\{[^{}]*\})*\}|\([^()]*\)"
     rf"|\\(?!(?:{_FUNCTIONS}|l[en]|g[et]|ne|in|cup|pm|mp|text)(?![a-zA-Z]))[a-zA-Z]+|[^-+=<>,;()\[\]{{}}\\|&]))*"
 )
-# ]0,1[ for (0,1), where brackets that open outwards leave the end out; no LaTeX command is between them.
+# ]0,1[ for (0,1): brackets that open outwards leave the end out; no LaTeX command is between them.
 _OUTWARD = re.compile(r"^(?=\]|.*\[$)([\[\]])([^\[\](){}]*,[^\[\](){}]*)([\[\]])$")
 _END = re.compile(r"(?:[\s,;:\\]|(?<!\.)\.(?!\.))+$")  # dots leave the rest open, and stay
 # "The final answer is", "Answer:", and an equals sign without a left side.
@@ -144,9 +144,9 @@ _PREAMBLE = re.compile(
 
 @lru_cache(maxsize=4096)
 def normalise(answer: str) -> str:
-    """One spelling for an answer: unicode folded, layout and fonts dropped, macros unified, final dot removed.
+    """Return one spelling for an answer: unicode folded, layout and fonts dropped, macros unified, final dot removed.
 
-    Does not judge: nonsense comes back as nonsense.
+    It does not judge: nonsense comes back as nonsense.
     """
     text = to_latex(answer)
     if r"\begin" in text:
@@ -174,7 +174,7 @@ def normalise(answer: str) -> str:
 
 
 def _write_system(match: re.Match[str]) -> str:
-    """The rows of a system as a list; a matrix, or a function that is defined piecewise, stays."""
+    """Write the rows of a system as a list; leave a matrix, or a function that is defined piecewise."""
     if match["name"] in ("array", "matrix") and not match["brace"]:
         return match[0]
     rows = [_ALIGNED.sub("", row).strip(" &,;.\n") for row in _ROW_END.split(match["rows"])]
@@ -185,17 +185,17 @@ def _write_system(match: re.Match[str]) -> str:
 
 
 def _write_connectives(text: str) -> str:
-    r"""Between inequalities "and" and "or" as `\land` and `\lor`; these signs between equations as commas."""
+    r"""Write "and" and "or" between inequalities as `\land` and `\lor`, and these signs between equations as commas."""
     if RELATION.search(text):
         return _AND.sub(r"\\land ", _OR.sub(r"\\lor ", text))
     return re.sub(r"\\(?:land|lor)(?![a-zA-Z])", ",", text) if "=" in text else text
 
 
 def _degrees_as_radians(text: str) -> str:
-    """`\\sin 45^\\circ` as `\\sin(45\\cdot\\frac{\\pi }{180})`: in an argument degrees count, unlike those of an angle.
+    """Write `\\sin 45^\\circ` as `\\sin(45\\cdot\\frac{\\pi }{180})`: degrees count in an argument, not in an angle.
 
-    An argument is the bracket after the function, or what follows up to its degree sign, or without one of its own up
-    to a sum, a relation, a comma, a word or the next function: `\\sin 30^\\circ\\cdot 4` is 2. A letter may divide it:
+    An argument is the bracket after the function, or the text up to its degree sign, or without a degree sign up to a
+    sum, a relation, a comma, a word or the next function: `\\sin 30^\\circ\\cdot 4` is 2. A letter may divide it:
     `\\sin 180^\\circ/n`.
     """
     if not _DEGREES.search(text):
@@ -217,7 +217,7 @@ def _degrees_as_radians(text: str) -> str:
 
 
 def _argument_end(text: str, start: int) -> int:
-    """Where an argument without a bracket ends; a degree sign inside of braces or of a bracket is not its own."""
+    """Return where an argument without a bracket ends; a degree sign inside braces or a bracket does not end it."""
     longest = _ARGUMENT.match(text, start).end()
     for unit in _DEGREES.finditer(text, start, longest):
         before = text[start : unit.start()]
@@ -238,13 +238,13 @@ def unwrap_group(text: str) -> str:
 
 
 def closing_index(text: str) -> int:
-    """Index of the bracket that closes the one `text` starts with; -1 where it stays open. `(`, `[`, `{` all count."""
+    """Return the index of the bracket that closes the first one; -1 if it stays open. `(`, `[` and `{` all count."""
     depths = accumulate((char in "([{") - (char in ")]}") for char in text)
     return next((index for index, depth in enumerate(depths) if depth == 0), -1)
 
 
 def split_top_level(text: str, separator: str = ",") -> list[str]:
-    """Parts of `text` between separators that stand outside every bracket, stripped. `[0,1)` counts as a pair."""
+    """Split `text` at separators outside every bracket, and strip the parts. `[0,1)` counts as a pair."""
     if separator not in text:
         return [text.strip()]
     parts, depth, start = [], 0, 0
@@ -258,7 +258,7 @@ def split_top_level(text: str, separator: str = ",") -> list[str]:
 
 
 def key(text: str) -> str:
-    """`text` as compared: without spaces (but digits stay apart: "1 2" is not 12), `x^{2}` as `x^2`, text unwrapped."""
+    """Return `text` as compared: without spaces (but "1 2" is not 12), with `x^2` for `x^{2}`, and unwrapped."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"([_^])\s*\{\s*([a-zA-Z0-9])\s*\}", r"\1\2", text)
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)

@@ -1,8 +1,8 @@
 r"""Write arguments, powers and names as LaTeX does: `2^(n-1)`, `sqrt(2+sqrt(3))`, `abs(x-3)`, `alpha`, `\frac12`.
 
-A small grammar: tokens, of which brackets make groups, and a rule for each token that takes an argument. An argument is
-a group, or without brackets what TeX takes for one: a digit, a letter, a command with its own arguments. After plain
-names and in exponents it is a whole number, as people write it there.
+A small grammar: tokens, which brackets group, and a rule for each token that takes an argument. An argument is a group,
+or without brackets what TeX takes as one: a digit, a letter, a command with its own arguments. After plain names and in
+exponents it is a whole number, as people write it there.
 In and out: text without `\left`, fonts and spacing commands (normalisation.py). Nothing is judged.
 """
 
@@ -51,7 +51,7 @@ _ARGUMENTS |= {r"\frac": 2, r"\binom": 2, r"\sqrt": 1}
 
 
 def write_latex(text: str) -> str:
-    """`text` with braces around the arguments of powers, roots, fractions and binomials, and names as commands."""
+    """Write `text` with braces around arguments of powers, roots, fractions and binomials, and names as commands."""
     if not _NEEDED.search(text):
         return text
     text = _NAME_IN_TEXT.sub(r" \1 ", text)
@@ -59,7 +59,7 @@ def write_latex(text: str) -> str:
 
 
 def _has_prose(text: str) -> bool:
-    """Whether it has words that are no notation: there `beta` is a word, too."""
+    """Return whether a text has words that are not notation: `beta` is then a word as well."""
     words = re.findall("[a-zA-Z]{3,}", _VERBATIM.sub(" ", text))
     known = {*_SYMBOLS, *_FUNCTIONS, *_CALLS, *_PAIRS, "and"}
     return any(word not in known and not is_unit(word) and not word.isupper() for word in words)
@@ -90,7 +90,7 @@ class _Writer:
         return "".join(written)
 
     def _write_one(self, at: int, end: int, depth: int) -> tuple[str, int]:
-        """One token with its arguments, and where the next one begins."""
+        """Return one token with its arguments, and where the next one begins."""
         token = self._tokens[at]
         if token in ("^", "_"):
             return self._script(at, end, depth)
@@ -108,7 +108,7 @@ class _Writer:
         return token, at + 1
 
     def _script(self, at: int, end: int, depth: int) -> tuple[str, int]:
-        """`^(n-1)`, `^-2`, `^sqrt(2)`, `_(2)` with braces; what is plain TeX stays."""
+        """Write `^(n-1)`, `^-2`, `^sqrt(2)`, `_(2)` with braces; plain TeX stays."""
         sign, after = self._tokens[at], self._skip_spaces(at + 1)
         first = self._tokens[after] if after < end else ""
         close = self._group(after, "(") or (self._group(after, "[") if sign == "^" else None)
@@ -125,7 +125,7 @@ class _Writer:
         return sign, at + 1
 
     def _command(self, at: int, end: int, depth: int) -> tuple[str, int]:
-        """`\\frac12`, `\\sqrt[3]2`, `\\sqrt(2)`; with no argument where one is needed, it stays as far as it goes."""
+        """Write `\\frac12`, `\\sqrt[3]2`, `\\sqrt(2)` with braces, up to the first missing argument."""
         command, start = self._tokens[at], at + 1
         if command == r"\sqrt" and (close := self._group(self._skip_spaces(start), "[")):
             command += "".join(self._tokens[self._skip_spaces(start) : close + 1])
@@ -140,7 +140,7 @@ class _Writer:
         return command, start
 
     def _argument(self, at: int, end: int, depth: int, *, whole: bool = False) -> tuple[str | None, int]:
-        """The argument that begins at a token, without its brackets; None where there is none."""
+        """Return the argument that begins at a token, without its brackets; None if there is none."""
         at = self._skip_spaces(at)
         if at >= end or depth > MAX_DEPTH:
             return None, at
@@ -179,7 +179,7 @@ class _Writer:
         return before + (_FUNCTIONS.get(word) or self._symbols.get(word, word)), at + 1
 
     def _group(self, at: int, opening: str) -> int | None:
-        """Where the group ends that opens at a token, if it closes with the same kind of bracket."""
+        """Return where the group that opens at a token ends, if it closes with the same kind of bracket."""
         if at >= len(self._tokens) or self._tokens[at] != opening:
             return None
         close = self._end_of.get(at)

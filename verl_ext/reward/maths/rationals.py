@@ -1,4 +1,4 @@
-"""Read exact rational numbers, with or without a unit, by a small parser of our own: no eval, no floats.
+"""Read exact rational numbers, with or without a unit, by a small dedicated parser: no eval, no floats.
 
 Sizes are limited before anything is computed, so that `9^{9^9}` or `100000!` costs nothing.
 """
@@ -13,7 +13,7 @@ from verl_ext.reward.maths.units import read_phrase, same_unit
 
 MAX_CHARS = 4000  # of a number as written; Python itself refuses to read more than 4300 digits
 MAX_POWER_BITS = 2_000_000  # 2^{1000000} still counts
-MAX_OPERAND_BITS = 200_000  # of what is added, multiplied or divided: a gcd is quadratic
+MAX_OPERAND_BITS = 200_000  # of a summand, factor or divisor: a gcd is quadratic
 MAX_FACTORIAL = 10_000
 MAX_DEPTH = 40
 
@@ -40,7 +40,7 @@ _WORDS = re.compile(r"\s*(?:\\text\s*\{|[a-zA-Z(/\u4e00-\u9fff‰])")
 class Quantity:
     """An exact number: `value` without its unit; `percent` if it carried a % sign (28% has the value 28).
 
-    `unit` is the canonical spelling of a unit or noun, "" without one. `calculated` says that sums or products were
+    `unit` is the canonical spelling of a unit or noun, "" without one. `calculated` is True if sums or products were
     left to the reader (58*20+87), unlike in a fraction, a power or scientific notation.
     """
 
@@ -50,7 +50,7 @@ class Quantity:
     calculated: bool = False
 
     def equals(self, other: "Quantity") -> bool:
-        """Same number: a unit or % that only one side has is ignored, and 28% is 28 as well as 0.28."""
+        """Return whether the numbers are equal; a unit or % on only one side is ignored: 28% is both 28 and 0.28."""
         if not same_unit(self.unit, other.unit):
             return False
         if self.value == other.value:
@@ -62,21 +62,21 @@ class Quantity:
 
 
 class NotANumber(ValueError):
-    """Only digits and operators, yet no number: malformed, or beyond the limits above."""
+    """The text has only digits and operators, yet is no number: malformed, or beyond the limits above."""
 
 
 class _Foreign(Exception):
-    """Something other than a rational number, such as a letter or a root: not for this parser."""
+    """The text is not a rational number: a letter or a root, for example, is not for this parser."""
 
 
 def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection[str] = ()) -> Quantity | None:
-    """The number that a normalised answer is, or None where it is something else (words, letters, roots, lists).
+    """Read a normalised answer as a number; None if it is something else (words, letters, roots, lists).
 
     Args:
         power_bits: a power of more bits is too large.
         nouns: words that may be counted here, whatever they are.
     Raises:
-        NotANumber: `text` has nothing but digits and operators and is still malformed or too large.
+        NotANumber: `text` has only digits and operators and is still malformed or too large.
     """
     text = text.strip()
     if grouped := _GROUPED.match(text):
@@ -106,7 +106,7 @@ def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection
 
 
 def quantity_or_none(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection[str] = ()) -> Quantity | None:
-    """`read_quantity`, where what is malformed or too large is no number either."""
+    """Read as `read_quantity` does, but return None for a malformed or too large number as well."""
     try:
         return read_quantity(text, power_bits, nouns)
     except NotANumber:
@@ -212,7 +212,7 @@ class _Parser:
 
 
 def _tokenise(text: str) -> tuple[list[Fraction | str], int]:
-    """The tokens of the number that `text` begins with, and where something else begins."""
+    """Return the tokens of the number that `text` begins with, and where something else begins."""
     if len(text) > MAX_CHARS:
         raise ValueError(f"{len(text)} characters, at most {MAX_CHARS}")
     tokens, position = [], 0

@@ -16,12 +16,12 @@ from verl_ext.reward.maths.normalisation import RELATION, closing_index, key, sp
 from verl_ext.reward.maths.rationals import quantity_or_none
 
 MAX_PARTS = 64
-MAX_FACTOR_BITS = 6500  # of a factor before a matrix, of its cells, and of their products, where they are worked out
+MAX_FACTOR_BITS = 6500  # of a factor before a matrix, of its cells, and of their products, if they are worked out
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
 
-# What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket, with powers; letters
-# for a matrix, which may have its factor after a dot, too.
-# Possessive throughout: what does not fit is found in one pass.
+# The factor that may precede a matrix or a vector: a sign, a number, a root, a bracket, with powers; letters for a
+# matrix, whose factor may also follow after a dot.
+# The pattern is possessive throughout, so that one pass finds what does not fit.
 _FACTOR = (
     r"[-+]?\s*(?:\d++(?:\.\d++)?+|\\(?:frac|sqrt)(?:\[\d+\])?+(?:\{(?:[^{}]|\{[^{}]*\})*+\}){1,2}+|\\pi ?"
     r"|\((?!\s*\\begin)[^(),]*+\)|\^\s*(?:\w|\{[^{}]*+\})%s|\s|\\cdot)*+"
@@ -32,7 +32,7 @@ _MATRIX = re.compile(
     rf"(?P<cells>(?:(?!\\begin).)*)\\end\{{\w+\}}\s*[\])]?(?:\s*\\cdot(?P<after>{_FACTOR % ''}))?+",
     re.DOTALL,
 )
-# A row may end with the space to the next; and some data sets lost one of the two backslashes.
+# A row end may give the space to the next row; and some data sets have lost one of the two backslashes.
 _ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\])?|\\(?=-?\d)")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 _DECIMAL = re.compile(r"-?\d[\d,]*(?:\.(?P<places>\d+))?(?:\s*\\cdot\s*10\s*\^\s*\{?(?P<power>-?\d{1,4})\}?)?")
@@ -40,13 +40,13 @@ _VECTOR = re.compile(rf"(?P<factor>{_FACTOR % ''})(?P<vector>\(.*\))", re.DOTALL
 
 
 class Comparison(NamedTuple):
-    """`equal` is None where the question could not be decided; `method` names the rule that decided."""
+    """`equal` is None if the question could not be decided; `method` names the rule that decided."""
 
     equal: bool | None
     method: str
 
 
-# What is a set as it stands: the answer \{\emptyset\} is not \emptyset, while \{5\} may be 5.
+# Texts that are sets as they stand: the answer \{\emptyset\} is not \emptyset, while \{5\} may be 5.
 _NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.DOTALL)
 
 # A union may be written as a difference of sets, which is not comparable part by part.
@@ -57,7 +57,7 @@ CompareValues = Callable[[str, str], Comparison]
 
 @dataclass(frozen=True)
 class Parts:
-    """`kind`: "values" (a list or set) and "union" have no order; "(]" and such, and "matrix 2x2", are ordered."""
+    """`kind`: "values" (a list or set) and "union" have no order; "(]" and the like, and "matrix 2x2", are ordered."""
 
     kind: str
     items: list[str]
@@ -68,13 +68,13 @@ class Parts:
 
 
 def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, element: bool = False) -> Comparison:
-    """Compare two normalised answers; more or fewer values than the gold has is wrong.
+    """Compare two normalised answers; more or fewer values than in the gold are wrong.
 
     Args:
         pred: the response's answer, normalised.
         gold: the ground truth, normalised.
         compare_values: decides for two single values; it sees whole equations and inequalities too.
-        element: they are parts of something: there `\\{1\\}` is not 1, while a whole answer may be either.
+        element: the two are parts of an answer: there `\\{1\\}` is not 1, while a whole answer may be either.
     """
     if key(pred) == key(gold):
         return Comparison(True, "string")
@@ -90,7 +90,7 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
 
 
 def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, element: bool) -> Comparison:
-    """Compare what stands right of the labels, where a side has one."""
+    """Compare the texts to the right of the labels, if a side has one."""
     (pred_label, pred_value), (gold_label, gold_value) = split_label(pred), split_label(gold, trusted=True)
     if not pred_label and is_calculation(pred):  # \sin 30^\circ = 1/2
         left, *right = split_top_level(pred, "=")
@@ -109,7 +109,7 @@ def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, eleme
         for one, value, other in ((pred, pred_value, gold), (gold, gold_value, pred))
     ):
         return Comparison(False, "structure")  # x in (2,3) is not x = 2 or x = 3
-    # Without a label, a side has its text for a value; `2x = 6` is one side's equation, and no value.
+    # Without a label, the text of a side is its value; but `2x = 6` is an equation and not a value.
     bare = bool(pred_label) != bool(gold_label) and not split_top_level(gold if pred_label else pred, "=")[1:]
     is_list = gold_label and gold.count("=") > 1 and "," in gold_value and gold_value[:1] not in ("(", "[")
     if bare and is_list and pred[:1] in ("(", "["):
@@ -176,13 +176,13 @@ def _compare_parts(pred: Parts, gold: Parts, compare_values: CompareValues) -> C
 
 
 def _is_consistent(chain: str, value: str, compare_values: CompareValues) -> bool:
-    """Whether the plain numbers in the middle of `x = 84/2 = 42` are its value: `x = 7 = 42` is no answer."""
+    """Return whether the plain numbers inside `x = 84/2 = 42` equal its value: `x = 7 = 42` is no answer."""
     numbers = [part for part in split_top_level(chain, "=")[1:-1] if re.fullmatch(r"-?\d+(?:\.\d+)?", part)]
     return all(compare_values(number, value).equal for number in numbers)
 
 
 def _exact_side(text: str) -> tuple[str, list[str]]:
-    r"""`x = \frac13 \approx 0.333` -> (`x = \frac13`, ["0.333"]); `x \approx 0.333` -> ("x=0.333", [])."""
+    r"""Split `x = \frac13 \approx 0.333` into (`x = \frac13`, ["0.333"]), `x \approx 0.333` into ("x=0.333", [])."""
     exact, *rounded = (side.strip() for side in text.split(r"\approx"))
     if "=" not in exact and is_label(exact):
         return f"{exact}={rounded[0]}", rounded[1:]
@@ -190,7 +190,7 @@ def _exact_side(text: str) -> tuple[str, list[str]]:
 
 
 def _is_rounding(exact: str, rounded: str, compare_values: CompareValues) -> bool:
-    """Whether a decimal is an exact value, rounded or cut off at its last digit; a tuple, part by part."""
+    """Return whether a decimal is an exact value, rounded or cut off at its last digit; tuples go part by part."""
     exact = split_label(exact)[1]
     parts = split_parts(exact), split_parts(rounded)
     if None not in parts:
@@ -214,7 +214,7 @@ def _is_rounding(exact: str, rounded: str, compare_values: CompareValues) -> boo
 
 
 def _label_each(labels: str, values: str) -> str | None:
-    """`(x,y)`, `(1,2)` -> `x=1,y=2`."""
+    """Turn `(x,y)`, `(1,2)` into `x=1,y=2`."""
     names, items = split_top_level(labels[1:-1]), split_top_level(values[1:-1])
     if values[:1] != "(" or len(names) != len(items):
         return None
@@ -222,7 +222,7 @@ def _label_each(labels: str, values: str) -> str | None:
 
 
 def split_parts(text: str) -> Parts | None:
-    """The parts an answer is made of, plus-minus written out; None for a single value."""
+    """Return the parts of an answer, with plus-minus written out; None for a single value."""
     if matrix := _MATRIX.fullmatch(text) if r"\begin" in text else None:
         rows = [row.split("&") for row in _ROW_END.split(matrix["cells"].strip().removesuffix(r"\\"))]
         shape = "x".join(str(len(row)) for row in rows)
@@ -251,7 +251,7 @@ def split_parts(text: str) -> Parts | None:
 
 
 def _write_out(values: list[str]) -> list[str]:
-    r"""`1 \pm x` as the two values 1+x and 1-x."""
+    r"""Write out `1 \pm x` as the two values 1+x and 1-x."""
     written = []
     for value in values:
         if not _PLUS_MINUS.search(value):
@@ -264,14 +264,14 @@ def _write_out(values: list[str]) -> list[str]:
 
 
 def _once(parts: Parts) -> Parts:
-    """Without values that are written twice, where they have no order."""
+    """Drop repeated values, if the parts have no order."""
     return parts if parts.ordered else Parts(parts.kind, list({key(item): item for item in parts.items}.values()))
 
 
 def _by_label(parts: Parts) -> Parts:
-    """Values that are labelled x, y and so on, in the order of the alphabet, which is a tuple's.
+    """Put values labelled x, y and so on into alphabetical order, which is a tuple's.
 
-    Of others, such as m and b of a line, nobody knows which comes first.
+    Other labels, such as m and b of a line, have no known order.
     """
     labels = [split_label(item)[0] for item in parts.items]
     if parts.ordered or "".join(sorted(labels)) not in ("xy", "xyz", "ab", "abc", "abcd"):
@@ -280,7 +280,7 @@ def _by_label(parts: Parts) -> Parts:
 
 
 def _times(factor: str, cells: list[str]) -> list[str]:
-    """The products, worked out where both are rational numbers: else they would count as not evaluated."""
+    """Return the products, worked out if both are rational numbers: otherwise they would count as not evaluated."""
     factor = re.sub(r"\\cdot\s*$", "", factor).strip()
     if factor in ("", "+"):
         return cells
@@ -297,7 +297,7 @@ def _product(factor: str, cell: str, *numbers: Fraction | None) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """A rational number by itself, if it is not too large to write out."""
+    """Return a rational number by itself, if it is not too large to write out."""
     quantity = quantity_or_none(text, MAX_FACTOR_BITS)
     if quantity is None or quantity.unit or quantity.percent:
         return None
@@ -306,7 +306,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _compare_unions(pred: str, gold: str, compare_values: CompareValues) -> Comparison:
-    r"""As sets of reals where all ends are rational, else piece by piece: `\{5\}` is not (5), nor 5."""
+    r"""Compare as sets of reals if all ends are rational, else piece by piece: `\{5\}` is neither (5) nor 5."""
     reals = read_reals(pred), read_reals(gold)
     if None not in reals:
         return Comparison(reals[0] == reals[1], "structure")

@@ -1,12 +1,12 @@
 """Compare expressions by computer algebra, in worker processes that can be killed.
 
 math-verify's own time-out is SIGALRM, which works only in a main thread, while rewards are computed in threads and Ray
-actors; and sympy can take for ever, or all memory, on a short answer. So each comparison runs in a child process
+actors; and a short answer can cost sympy unlimited time or memory. So each comparison runs in a child process
 (symbolic_worker.py) under a limit of CPU time, not wall time: a loaded machine does not change a verdict. Children
 start at the first comparison, are reused, and end with this process.
 
-Nearly all comparisons take a few milliseconds. What takes longer goes on in a lane of its own, at low priority, so that
-ordinary answers do not queue up behind hostile ones.
+Nearly all comparisons take a few milliseconds. Longer ones move to a separate lane at low priority, so that ordinary
+answers do not queue up behind hostile ones.
 
 A comparison that exhausts the limits, or loses its workers, is the answer's own fault (`TooCostly`), unless the gold
 exhausts them by itself, or workers do not even answer a control comparison: then it stays open.
@@ -26,7 +26,7 @@ from typing import Any
 
 QUICK_CPU_S = 0.1  # per comparison, in the quick lane
 CPU_S = 2.0  # per comparison, in the slow lane; also for a gold by itself
-SLOW = (r"\sum", r"\prod", r"\int", r"\lim")  # go there at once: sympy evaluates them
+SLOW = (r"\sum", r"\prod", r"\int", r"\lim")  # go to the slow lane at once, because sympy evaluates them
 WALL_S = 300.0  # per comparison: a backstop for a worker that neither works nor answers, also on a busy machine
 START_WALL_S = 120.0  # importing sympy, on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of one worker
@@ -39,15 +39,15 @@ _WORKER = Path(__file__).with_name("symbolic_worker.py")
 
 
 class TooCostly(Exception):
-    """The answer, and not its gold, takes more CPU time or memory than a comparison may: it is wrong."""
+    """The answer, not its gold, takes more CPU time or memory than a comparison may: it is wrong."""
 
 
 class _WorkersLost(Exception):
-    """Workers end, or do not answer, whatever they are asked."""
+    """Workers end or do not answer, whatever they are asked."""
 
 
 class SymbolicPool:
-    """Up to `size` workers in each lane; safe to call from any thread. Further callers wait for their turn."""
+    """A pool of up to `size` workers per lane, safe to call from any thread. Further callers wait for their turn."""
 
     def __init__(self, size: int = 2, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES):
         self._quick = _Lane(size, min(QUICK_CPU_S, cpu_s), memory_bytes, niceness=0)
@@ -55,11 +55,11 @@ class SymbolicPool:
         self.forget()
 
     def is_equal(self, pred: str, gold: str) -> bool | None:
-        """Whether two normalised LaTeX expressions are equal.
+        """Return whether two normalised LaTeX expressions are equal.
 
         Returns:
-            None where that stays open: the gold by itself takes too much time or memory, or workers are lost whatever
-            they are asked.
+            None if that stays open: the gold by itself takes too much time or memory, or workers are lost whatever they
+            are asked.
         Raises:
             TooCostly: the answer takes too much time or memory, or its workers are lost, while the gold by itself and
                 a control comparison do not.
@@ -74,7 +74,7 @@ class SymbolicPool:
         return equal
 
     def _once(self, key: tuple[str, ...], work: Callable[..., Any]) -> Any:
-        """`work(*key)`, done once for all threads that ask, and remembered unless it raises."""
+        """Return `work(*key)`, done once for all threads that ask, and remembered unless it raises."""
         with self._lock:
             outcome = self._known.get(key)
             if is_new := outcome is None:
@@ -91,7 +91,7 @@ class SymbolicPool:
         return outcome.result()
 
     def _compare(self, pred: str, gold: str) -> tuple[bool | None, bool]:
-        """Whether they are equal, None without an answer; whether the gold has none by itself either."""
+        """Return whether they are equal, None without an answer; and whether the gold by itself has none either."""
         request, equal = {"pred": pred, "gold": gold}, None
         if not any(form in side for form in SLOW for side in (pred, gold)):
             equal = (self._quick.ask(request) or {}).get("equal")
@@ -100,18 +100,18 @@ class SymbolicPool:
         return equal, equal is None and self._once((gold,), self._is_slow)
 
     def _is_slow(self, gold: str) -> bool:
-        """Whether a gold by itself, parsed and evaluated, exhausts the limits of a comparison."""
+        """Return whether a gold by itself, parsed and evaluated, exhausts the limits of a comparison."""
         return self._ask_slow({"gold": gold}) is None
 
     def _ask_slow(self, request: dict[str, str]) -> bool | None:
-        """The slow lane's verdict; None also where workers are lost by this request alone."""
+        """Return the slow lane's verdict; None also if only this request loses workers."""
         answer = self._slow.ask(request)
         if answer is None and self._slow.ask(dict(zip(("pred", "gold"), CONTROL, strict=True))) != {"equal": True}:
             raise _WorkersLost
         return answer and answer["equal"]
 
     def forget(self) -> None:
-        """Start without workers, and without touching them: for a forked child, which must not share its parent's."""
+        """Start without workers and leave any untouched: a forked child must not share its parent's."""
         self._lock = threading.Lock()
         self._known: dict[tuple[str, ...], Future] = {}  # pairs of answer and gold, and golds by themselves
         self._quick.forget()
@@ -125,7 +125,7 @@ class SymbolicPool:
         self._slow.close()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the idle workers."""
+        """Return the process ids of the idle workers."""
         return self._quick.worker_pids() + self._slow.worker_pids()
 
 
@@ -143,11 +143,11 @@ class _Lane:
         self._idle: list[_Worker] = []
 
     def ask(self, request: dict[str, str]) -> dict[str, Any] | None:
-        """The worker's answer, its `equal` None at the limit of CPU time or memory; None if two workers were lost, or
-        one did not answer for `WALL_S`.
+        """Return the worker's answer, with `equal` None at the limit of CPU time or memory; None if two workers were
+        lost, or one did not answer for `WALL_S`.
 
         Args:
-            request: `pred` and `gold`, or `gold` alone.
+            request: `pred` and `gold`, or only `gold`.
         """
         with self._turns:
             for _ in range(2):
@@ -165,7 +165,7 @@ class _Lane:
                             self._idle.append(worker)
                 if answer is not None or worker.out_of_time:
                     return answer
-                # Something else ended it, such as the system's out-of-memory killer: once more.
+                # Something else ended the worker, such as the system's out-of-memory killer: try once more.
         return None
 
     def close(self) -> None:
@@ -180,13 +180,13 @@ class _Lane:
 
 
 class _Worker:
-    """One child process, which forks the one that works, and the connection to both."""
+    """One child process, which forks the process that works, and the connection to both."""
 
     def __init__(self, limits: dict[str, float]):
         self.comparisons = 0
         self.out_of_time = False
         self._connection, child_end = Pipe()
-        # By path and with -P: the child imports math-verify only, neither this package nor verl.
+        # It runs by path and with -P, so that the child imports only math-verify, neither this package nor verl.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER), str(child_end.fileno())],
             pass_fds=[child_end.fileno()],
@@ -207,7 +207,7 @@ class _Worker:
             )
 
     def ask(self, request: dict, wall_s: float) -> dict | None:
-        """The worker's answer; None if it died or did not answer in time, and must be killed."""
+        """Return the worker's answer; None if it died or did not answer in time, and must be killed."""
         self.comparisons += 1
         try:
             self._connection.send_bytes(json.dumps(request).encode())

@@ -1,9 +1,9 @@
 """The process in which answers are parsed as expressions: run by path by symbolic.py, never imported by it.
 
-Reads one JSON request after the other from the connection whose file number is argv[1] and answers each: `pred` and
+It reads one JSON request after another from the connection whose file number is argv[1] and answers each: `pred` and
 `gold` are compared, a `gold` without a `pred` is only evaluated (does it exhaust the limits by itself?). It imports
-sympy once, and forks a child that does the work under limits of memory and, per request, of CPU time: the kernel ends
-the child when either is gone, which costs no import then but only another fork.
+sympy once, and forks a child that does the work under limits of memory and, per request, of CPU time: when the kernel
+ends a child at a limit, that costs only another fork and no import.
 Parsing is math-verify's (latex2sympy2_extended, an ANTLR grammar: answer text reaches no eval, sympify or parse_expr).
 """
 
@@ -22,12 +22,12 @@ AGREEMENT_DIGITS = 100  # and to more of them if one has a number or a power of 
 MAX_DIGITS = 30_000  # beyond which two expressions are not shown to be equal
 ORDINARY_POWER = 10
 ORDINARY_DIGITS = 12  # of a number, a hundred of which are in AGREEMENT_DIGITS
-NOISE_BITS = 8  # known of a value that is 0 but for the rounding: sympy gives it a precision of 1
-# Both signs (sqrt(x^2) is not x), no integers (sin(pi x) is not 0), nothing that an ordinary formula has a pole at.
+NOISE_BITS = 8  # known of a value that is 0 except for rounding: sympy gives it a precision of 1
+# Both signs (sqrt(x^2) is not x), no integers (sin(pi x) is not 0), no point where an ordinary formula has a pole.
 POINTS = [("37/29", "53/41"), ("-71/43", "83/59"), ("97/31", "-101/67")]
 # For floor and ceiling, which are constant in between: every remainder of small divisors, 0 and -1 of many larger ones.
 INTEGERS = [*range(18), 99, 100, 719, 720, 997, 5039, 5040, 12345]
-INDICES = set("ijklmnN")  # symbols that stand for integers alone
+INDICES = set("ijklmnN")  # symbols that stand only for integers
 # Compared once before the first fork, so that parser and sympy are warm in all children: the first comparison of a kind
 # costs 30 to 120 ms of CPU, the next 5 to 50. Without it a child could reach the quick lane's limit again and again.
 WARM_UP = [
@@ -85,7 +85,7 @@ def work(connection: Connection, is_equal, cpu_s: float) -> None:
         try:
             answer = {"equal": is_equal(request.get("pred"), request["gold"])}
         except MemoryError:
-            os.kill(os.getpid(), signal.SIGPROF)  # what it holds goes with it, and the parent answers as for lost time
+            os.kill(os.getpid(), signal.SIGPROF)  # frees all it holds, and the parent answers as for a time-out
         except Exception:  # whatever sympy raises on a strange but harmless expression: not shown to be equal
             answer = {"equal": False}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -93,7 +93,7 @@ def work(connection: Connection, is_equal, cpu_s: float) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when `parent`, which forked it, ends."""
+    """Make the kernel kill this process when `parent`, which forked it, ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(0)
@@ -112,7 +112,7 @@ def load():
     conversion = ConversionConfig(lowercase_symbols=False)
 
     def fraction(decimal: re.Match) -> str:
-        """Exact; in braces only after what takes an argument: by itself, a number in braces is a set of one element."""
+        """Write a decimal exactly; in braces only as an argument: a number in braces by itself is a one-element set."""
         text = rf"\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}"
         before = decimal.string[decimal.start() - 1] if decimal.start() else ""
         return f"{{{text}}}" if before in ("^", "_") or before.isalpha() else text
@@ -121,17 +121,17 @@ def load():
     STEEP = (sympy.tanh, sympy.coth, sympy.erf, sympy.erfc)  # reach 1 exponentially
 
     def parse(latex: str):
-        latex = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varrho ", latex)  # the letter, which is a function to the parser
+        latex = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varrho ", latex)  # the letter, which the parser takes for a function
         expression = latex2sympy(re.sub(r"(\d*)\.(\d+)", fraction, latex), conversion_config=conversion)
         return expression if is_series(expression) else expression.subs(sympy.Symbol("i"), sympy.I)
 
     def is_series(expression) -> bool:
-        """Whether it runs over an index, which may be called i, and may be slow to evaluate."""
+        """Return whether an expression runs over an index, which may be called i, and may be slow to evaluate."""
         return expression.has(sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 
     def points(dimension: int) -> list[list]:
-        """POINTS in as many dimensions. Each further coordinate is off by a number of its own: differences of two are
-        equal in none.
+        """Return POINTS in `dimension` dimensions. Each further coordinate has a separate offset: at no point are
+        differences of two coordinates equal.
         """
         found = []
         for k, point in enumerate(POINTS if dimension else POINTS[:1]):
@@ -141,7 +141,7 @@ def load():
         return found
 
     def places_of(first, second, symbols) -> list[list] | None:
-        """Where two expressions are compared, if not at POINTS."""
+        """Return where two expressions are compared, if not at POINTS."""
         if not symbols or not any(each.has(sympy.floor, sympy.ceiling) for each in (first, second)):
             return None
         draw, powers = random.Random(0), [power for each in (first, second) for power in each.atoms(sympy.Pow)]
@@ -154,9 +154,9 @@ def load():
         return integers + points(len(symbols)) * any(str(each) not in INDICES for each in symbols)
 
     def digits_of(*expressions) -> int:
-        """How many decimal places further than usual a difference of these expressions may be.
+        """Return how many decimal places further than usual a difference of these expressions may be.
 
-        Numbers of many digits, powers and exponential functions make terms that are small beside others.
+        Numbers of many digits, powers and exponential functions make terms that are small compared with others.
         """
         digits, nodes = 0.0, set().union(*(sympy.preorder_traversal(each) for each in expressions))
         for node in nodes:
@@ -174,7 +174,7 @@ def load():
         return int(digits)
 
     def values(expression, symbols, places=None, further=0):
-        """Yields the expression at each of the places, None where it has no finite value there."""
+        """Yield the expression's value at each of the places, None if it has no finite value there."""
         # A rational number to a rational power is slow to write in lowest terms, and quick to evaluate.
         in_exponent = places is None and any(power.exp.free_symbols for power in expression.atoms(sympy.Pow))
         for numbers in points(len(symbols)) if places is None else places:
@@ -186,7 +186,7 @@ def load():
             yield value if value.is_number and value.is_finite else None
 
     def is_zero(value, further: int) -> bool:
-        """Whether nothing of it is known but that it is small: of e^{-999} all digits are known."""
+        """Return whether a value is only known to be small: of e^{-999} all digits are known."""
         parts = [part for part in value.as_real_imag() if part != 0]
         return all(
             abs(part) <= sympy.Float(10) ** -(AGREEMENT_DIGITS + further) and part.is_Float and part._prec <= NOISE_BITS
@@ -200,7 +200,7 @@ def load():
         return abs(first - second) <= scale * sympy.Float(10) ** -(AGREEMENT_DIGITS + further)
 
     def same_value(pred, gold) -> bool | None:
-        """Decide by value at several points; None where the expressions cannot be evaluated."""
+        """Decide by value at several points; None if the expressions cannot be evaluated."""
         if pred == gold:
             return True
         symbols = sorted(pred.free_symbols | gold.free_symbols, key=str)
@@ -219,7 +219,7 @@ def load():
         return True if compared > 3 * (places is not None) else None
 
     def same_equation(pred, gold) -> bool:
-        """Left minus right sides in a constant ratio: 2x + 2y = 6 is x + y = 3."""
+        """Return whether left minus right sides have a constant ratio: 2x + 2y = 6 is x + y = 3."""
         pred, gold = pred.lhs - pred.rhs, gold.lhs - gold.rhs
         if pred.free_symbols != gold.free_symbols or not gold.free_symbols:
             return False
@@ -232,7 +232,7 @@ def load():
         return len(ratios) > 1 and ratios[0] != 0 and all(agree(ratios[0], ratio, further) for ratio in ratios[1:])
 
     def pieces_of(expression) -> list | None:
-        """(end, is it out, other end, is it out) of a set or an inequality, in order; None if it has no such form."""
+        """Return (end, is it out, other end, is it out) of a set or an inequality, in order; None without this form."""
         if isinstance(expression, sympy.core.relational.Relational):
             expression = expression.as_set() if len(expression.free_symbols) == 1 else None
         found = []
@@ -248,7 +248,7 @@ def load():
         return sorted(found, key=lambda piece: sympy.N(piece[0], 50))
 
     def same_set(pred, gold) -> bool | None:
-        """Compare the ends of sets of reals exactly; None where they have none."""
+        """Compare the ends of sets of reals exactly; None if they have none."""
         pred, gold = pieces_of(pred), pieces_of(gold)
         if pred is None or gold is None:
             return None
@@ -259,7 +259,7 @@ def load():
         )
 
     def evaluate(gold) -> None:
-        """Do with a gold alone what costs time in a comparison: add it up, solve it, evaluate its parts."""
+        """Do to a gold by itself what takes time in a comparison: add it up, solve it, evaluate its parts."""
         if is_series(gold):
             verify(gold, sympy.Integer(7919), timeout_seconds=None)
         elif isinstance(gold, sympy.core.relational.Relational) and not isinstance(gold, sympy.Eq):

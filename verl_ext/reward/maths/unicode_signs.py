@@ -1,6 +1,6 @@
 """Unicode signs of mathematics as LaTeX: 3√13, ½π, x⩾2, ℝ∖{0}, and dashes and spaces that only look different.
 
-Text in, text out, nothing is judged. Called first by normalisation.py, which knows LaTeX only.
+Text in, text out, nothing is judged. normalisation.py, which only knows LaTeX, calls this first.
 """
 
 import re
@@ -15,7 +15,7 @@ _VULGAR = {  # ½ -> (1, 2); not ⅟, which has no denominator
     if all(parts := unicodedata.normalize("NFKC", chr(code)).split("\u2044"))
 }
 # A fraction sign or a fraction of raised and lowered digits, with the whole number before it: 3½, 1²⁄₃. Digits after a
-# point, a comma or a power are no whole number of it.
+# point, a comma or a power are not its whole number.
 _FRACTION = re.compile(
     r"(?:(?<![\d.,^_])(?P<whole>\d{1,18})[ \u00a0\u2009\u202f\u2064]?)?"
     rf"(?:(?P<sign>[{''.join(_VULGAR)}])|(?P<top>[⁰¹²³⁴⁵⁶⁷⁸⁹]{{1,18}})[⁄∕/](?P<bottom>[₀₁₂₃₄₅₆₇₈₉]{{1,18}}))"
@@ -28,13 +28,13 @@ _RADICAND = re.compile(
 )
 MAX_ROOTS = 50  # more are left as they are: each costs a look for its closing bracket
 
-_LETTERS = {  # as LaTeX has them; the other capitals are Latin letters there
+_LETTERS = {  # those that LaTeX has; the other capitals are Latin letters there
     chr(code): "\\" + (name.lower() if code >= 0x3B1 else name.capitalize()) + " "
     for code in range(0x391, 0x3CA)
     if (name := unicodedata.name(chr(code), "").split(" ")[-1].replace("LAMDA", "LAMBDA")) not in ("OMICRON", "")
     and (code >= 0x3B1 or name in "GAMMA DELTA THETA LAMBDA XI PI SIGMA UPSILON PHI PSI OMEGA".split())
 }
-# What is written, and after it the signs that it is written for; with a letter first, it is a command of LaTeX.
+# Each replacement, followed by the signs that it replaces; one that begins with a letter is a LaTeX command.
 _SIGNS = """
 - ‐‑‒–—―−﹘﹣－➖˗⁃ , \u2063、 . 。 : ∶ ' ′’ / ÷∕⁄ ( ⟨〈❨ ) ⟩〉❩ [ 【〔❲ ] 】〕❳ | ∣❘ ^n ⁿ \\$ €£¥₹
 times ×✕✖ cdot ·⋅∙•∗⁎\u2062 pm ± mp ∓ ge ≥⩾≧⪖≮⋝ le ≤⩽≦⪕≯⋜ > ≰ < ≱ ne ≠ approx ≈ equiv ≡ sim ∼ infty ∞ cup ∪⋃ cap ∩⋂
@@ -50,9 +50,9 @@ _TRANSLATION = str.maketrans({sign: latex for latex, signs in _LATEX.items() for
 
 
 def to_latex(text: str) -> str:
-    """`text` with Unicode's signs written as LaTeX; the rest is folded as NFKC does (fullwidth digits, 𝑥).
+    """Write Unicode's signs in `text` as LaTeX; the rest is folded as NFKC does (fullwidth digits, 𝑥).
 
-    `3½` is a mixed number, as 3 1/2 is: `\\frac{7}{2}`. A root reaches over the number, letter or bracket after it.
+    `3½` is a mixed number, as 3 1/2 is: `\\frac{7}{2}`. A root extends over the number, letter or bracket after it.
     """
     if text.isascii():
         return text
@@ -75,7 +75,7 @@ def _write_fraction(match: re.Match[str]) -> str:
 
 
 def _write_roots(text: str) -> str:
-    """`√13` as `\\sqrt{13}`, from the right, so that the inner root of `√√16` is written first."""
+    """Write `√13` as `\\sqrt{13}`, from the right, so that the inner root of `√√16` is written first."""
     signs = list(_ROOT.finditer(text))
     for sign in reversed(signs[:MAX_ROOTS]):
         after = _RADICAND.match(text, sign.end())
@@ -88,6 +88,6 @@ def _write_roots(text: str) -> str:
 
 
 def _bracket_length(text: str) -> int:
-    """Characters up to the bracket that closes the first one; 0 where it stays open."""
+    """Return the number of characters up to the bracket that closes the first one; 0 if it stays open."""
     depths = accumulate((char == "(") - (char == ")") for char in text)
     return next((length for length, depth in enumerate(depths, 1) if depth == 0), 0)

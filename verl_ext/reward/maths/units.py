@@ -1,7 +1,7 @@
-r"""Read what follows a number: `km/h`, `dollars per day`, `kg of sand`, `red apples`, `million people`, `permille`.
+r"""Read the words after a number: `km/h`, `dollars per day`, `kg of sand`, `red apples`, `million people`, `permille`.
 
-A unit comes from a list; a counted noun is a plural or, after 1, a singular, and no word that changes a number: no
-number word, magnitude, operation, comparison, negation or verb. Whatever fits no rule of the grammar is no unit, so
+A unit comes from a list; a counted noun is a plural or, after 1, a singular, and not a word that changes a number: no
+number word, magnitude, operation, comparison, negation or verb. Text that fits no rule of the grammar is not a unit, so
 that `6 seven`, `6 xor 7` and `6 reciprocal` are not 6.
 
     phrase = [magnitude] (unit | noun) {per (unit | noun)} ["of" words] [measured] | "per" (unit | noun)
@@ -34,7 +34,7 @@ _CANONICAL = set(_UNIT_OF.values()) | {"degC", "degF"}
 _POWERED = {"square", "sq", "cubic", "cu"}
 _MEASURED = set("total altogether each long tall wide high deep old away left remaining apart overall".split())
 _MEASURED_IN = {("in", "total"), ("in", "all"), ("in", "length"), ("in", "area"), ("in", "height"), ("in", "width")}
-_TOTALS = {("total",), ("altogether",), ("each",), ("in", "total"), ("in", "all")}  # without a noun, too
+_TOTALS = {("total",), ("altogether",), ("each",), ("in", "total"), ("in", "all")}  # also without a noun
 
 _NUMBERS = set(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -62,7 +62,7 @@ _TWO_WORDS = {("per", "mille"): "permille", ("per", "mil"): "permille", ("per", 
               ("basis", "points"): "bp", ("basis", "point"): "bp", ("per", "million"): "ppm",
               ("parts", "per", "million"): "ppm", ("parts", "per", "thousand"): "permille",
               ("parts", "per", "billion"): "ppb"}  # fmt: skip
-# Words that change a number, or say something about it. Each stands for its plural and -ed form, too.
+# Words that change a number, or say something about it. Each also stands for its plural and -ed form.
 _CHANGING = set(
     "and or nor xor nand xnor if iff not no non never neither either but except without unless than then else "
     "otherwise to mod modulo modulus remainder more less most least fewer greater smaller larger bigger lower "
@@ -93,7 +93,7 @@ _IRREGULAR = set(
 )
 _WITH_POWERS = {"m", "cm", "mm", "km", "in", "ft", "yd", "mi", "s", "min", "h", "unit", "kg", "L", "mol", "K"}
 _FACTORS = {"N", "m", "kW", "kWh", "W", "h", "s", "kg", "Pa", "V"}  # of a product: N m, kW h
-_COUNTED = set(  # which operations are called, too, and may be counted as the last word
+_COUNTED = set(  # also names of operations; they may be counted as the last word
     "squares cubes roots digits fractions decimals differences sums products functions integrals mistakes errors "
     "answers stars bases axes limits points degrees powers factors tangents permutations ratios rounds".split()
 )
@@ -114,17 +114,17 @@ class Phrase(NamedTuple):
 
 
 def is_unit(word: str) -> bool:
-    """Whether a word by itself is a unit of the list."""
+    """Return whether a word by itself is a unit of the list."""
     return _unit_of(word) is not None
 
 
 def _unit_of(word: str) -> str | None:
-    """Its canonical spelling; the case counts only of single letters: M is no meter."""
+    """Return the canonical spelling of a unit; case counts only for single letters: M is not a meter."""
     return _UNIT_OF.get(word) or (_UNIT_OF.get(word.lower()) if len(word) > 1 else None)
 
 
 def changes_a_number(word: str) -> bool:
-    """Whether a word makes another number of what stands beside it, or denies or compares it."""
+    """Return whether a word changes the number next to it, or negates or compares it."""
     word = word.lower().rstrip(".")
     if word in _NUMBERS or word in _CHANGING or word in _MAGNITUDES or _ORDINAL.fullmatch(word):
         return True
@@ -134,14 +134,14 @@ def changes_a_number(word: str) -> bool:
 
 
 def same_unit(first: str, second: str) -> bool:
-    """Whether two canonical units agree as far as both say: "dollar" is "dollar/day", and "" is any."""
+    """Return whether two canonical units agree as far as both say: "dollar" is "dollar/day", and "" is any."""
     return all(
         not one or not other or one == other for one, other in zip(first.split("/"), second.split("/"), strict=False)
     )
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""`36\pi\text{ cm}^3` -> (`36\pi`, "cm"), for what is no rational number; "" without a unit of the list.
+    r"""Split `36\pi\text{ cm}^3`, which is not rational, into (`36\pi`, "cm"); "" without a unit of the list.
 
     Letters without a font are factors, except a unit of three or more: `2\pi hr` is an area, `2\pi rad` is not.
     """
@@ -155,7 +155,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _split_words(text: str) -> tuple[str, str]:
-    """The last words of a text, apart: they begin after a space with a unit of three letters or more."""
+    """Split off the last words of a text, which begin after a space with a unit of three letters or more."""
     pieces = text.split(" ")
     for count in range(min(len(pieces) - 1, MAX_WORDS), 0, -1):
         first = pieces[-count]
@@ -170,11 +170,11 @@ def _split_words(text: str) -> tuple[str, str]:
 
 
 def read_phrase(text: str, *, in_text: bool, one: bool = False, nouns: Collection[str] = ()) -> Phrase | None:
-    """What the words after a number say; None if they are no unit.
+    """Read the words after a number; None if they are not a unit.
 
     Args:
-        text: of the normalised answer, after the number.
-        in_text: it stands in `\\text` or after a space: `5m` may be 5 times m, `5 m` is not.
+        text: the rest of the normalised answer, after the number.
+        in_text: the text is in `\\text` or after a space: `5m` may be 5 times m, `5 m` is not.
         one: the number is 1, whose noun is a singular.
         nouns: further words that are nouns here, because the ground truth has them.
     """
@@ -186,7 +186,7 @@ def read_phrase(text: str, *, in_text: bool, one: bool = False, nouns: Collectio
     for length in (3, 2):
         if words[:length] in _TWO_WORDS:
             return Phrase(_MAGNITUDES[_TWO_WORDS[words[:length]]], "") if len(words) == length else None
-    while pieces and (magnitude := _MAGNITUDES.get(pieces[0].lower())):  # of 5万元 the magnitude is a piece by itself
+    while pieces and (magnitude := _MAGNITUDES.get(pieces[0].lower())):  # in 5万元 the magnitude is a separate piece
         factor, pieces = factor * magnitude, pieces[1:]
     if not pieces:
         return Phrase(factor, "")
@@ -199,7 +199,7 @@ def read_phrase(text: str, *, in_text: bool, one: bool = False, nouns: Collectio
 
 
 def _read_pieces(text: str) -> list[str] | None:
-    """Words, "/" and powers such as "^2"; None if there is anything else."""
+    """Return words, "/" and powers such as "^2"; None if there is anything else."""
     pieces, position, inside = [], 0, False
     text = text.strip()
     while position < len(text):
@@ -230,7 +230,7 @@ class _Grammar:
         self._at = 0
 
     def read(self) -> str | None:
-        """The canonical unit of the whole phrase; None if it does not fit."""
+        """Return the canonical unit of the whole phrase; None if it does not fit."""
         if tuple(map(str.lower, self._pieces)) in _TOTALS:
             return ""
         units = []
@@ -278,7 +278,7 @@ class _Grammar:
         return unit
 
     def _noun(self, *, one: bool) -> str | None:
-        """Words up to the first plural; after 1, or "per", a singular will do."""
+        """Return the words up to the first plural; after 1, or "per", a singular is enough."""
         end = self._at
         while end < len(self._pieces) and self._pieces[end].isalpha() and end - self._at < 5:
             word = self._pieces[end].lower()
@@ -309,7 +309,7 @@ class _Grammar:
         return (len(word) > 2 or word == "us") and not changes_a_number(word)
 
     def _of(self) -> bool:
-        """`of sand`, `of olive oil`: words that change no number."""
+        """Read `of sand` or `of olive oil`: words that do not change a number."""
         words = self._pieces[self._at + 1 : self._at + 5]
         while words and words[-1].lower() in _MEASURED:
             words.pop()

@@ -7,9 +7,9 @@ A verifier is a class, named by its dotted path in a YAML:
         "my_essays/*": {path: verl_ext.reward.verifiers.judge.JudgeVerifier, base_url: "http://127.0.0.1:8000/v1"}
         trivia: verl_ext.reward.verifiers.exact.ExactVerifier
 
-What is next to `path` goes to its constructor. Rows that nothing matches are mathematics (`mathematics.py`). Of the
-others, `code/` runs tests in the sandbox, `ifeval.py` checks constraints, `exact.py` texts and choices, `judge.py` asks
-a model.
+The settings next to `path` go to its constructor. Rows that nothing matches are mathematics (`mathematics.py`). Of the
+other verifiers, `code/` runs tests in the sandbox, `ifeval.py` checks constraints, `exact.py` checks texts and choices,
+and `judge.py` asks a model.
 In: a response, a ground truth, the row. Out: a `Score`.
 """
 
@@ -37,36 +37,37 @@ BUILT_IN = {
 
 
 class Verifier(Protocol):
-    """Built once per worker process as `Verifier(config, **settings)`, `config` being the whole config of the run."""
+    """A verifier, built once per worker process as `Verifier(config, **settings)` with the run's whole config."""
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         """Score what the model itself wrote.
 
         Args:
             response_text: without the tools' output.
-            ground_truth: what the row has as `reward_model.ground_truth`.
+            ground_truth: the row's `reward_model.ground_truth`.
             sample: the other fields of the row.
         Raises:
             ValueError: the row is broken (no test cases, an unknown constraint): an error of the data, not of the
-                model. An infrastructure failure (a server, say) is no exception but the verdict "unknown". What the
-                response itself causes is neither: see `verify_response`.
+                model. An infrastructure failure (a server, say) raises nothing and gives the verdict "unknown". A
+                failure that the response itself causes is neither: see `verify_response`.
         """
 
 
-# A response that no verifier has trouble with. A failure that it meets, too, is not the fault of another response.
+# A response that no verifier has trouble with. A failure that it meets as well is not the fault of another response.
 CONTROL_RESPONSE = "```python\npass\n```\nThe answer is \\boxed{0}."
-# What text can make code raise. OSError and RuntimeError are left out: a worker or a server could not be reached.
+# The exceptions that text can cause in code. OSError and RuntimeError are left out: they say that a worker or a server
+# could not be reached.
 RAISED_BY_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RecursionError)
 
 
 async def verify_response(
     verifier: Verifier, response_text: str, ground_truth: Any, sample: Mapping[str, Any]
 ) -> Score:
-    """As `verifier.verify`, with `acc` as a float; an exception that only this response causes makes it wrong.
+    """Verify as `verifier.verify`, with `acc` as a float; an exception that only this response causes makes it wrong.
 
     Raises:
         BrokenReward: the verifier gives no `Score`, or one whose `acc` is no finite number in [0, 1].
-        Exception: as the verifier, if it raises on a plain response to the same row as well.
+        Exception: the verifier's, if it raises on a plain response to the same row as well.
     """
     try:
         return _checked(verifier, await verifier.verify(response_text, ground_truth, sample))
@@ -104,7 +105,7 @@ class Verifiers:
     def __init__(self, config: Mapping[str, Any], entries: Mapping[str, Any] | None = None):
         """
         Args:
-            config: of the whole run; verifiers may read their servers from it.
+            config: the whole run's; verifiers may read their servers from it.
             entries: pattern -> dotted path, or {path: dotted path, setting: value, ...}.
         Raises:
             ValueError: an entry has no path, or the path leads nowhere.
@@ -119,11 +120,11 @@ class Verifiers:
         self._maths = "", maths, cache(partial(maths, config))
 
     def find(self, data_source: str, ability: str) -> Verifier:
-        """The verifier of the first pattern that fits the data source, else the ability, else the one for maths."""
+        """Return the verifier of the first pattern that fits the data source, else the ability, else that for maths."""
         return self._entry(data_source, ability)[2]()
 
     def find_class(self, data_source: str, ability: str) -> type[Verifier]:
-        """The class of what `find` gives, which is not built for it."""
+        """Return the class of the verifier that `find` would return, without building it."""
         return self._entry(data_source, ability)[1]
 
     def _entry(self, data_source: str, ability: str) -> tuple[str, type[Verifier], Callable[[], Verifier]]:

@@ -1,6 +1,6 @@
 """Answers that are a fixed string, or one letter among choices: no mathematics.
 
-With `unfinished_thinking` what stands after a `<think>` that is never closed counts, too.
+With `unfinished_thinking`, text after a `<think>` that is never closed counts as well.
 """
 
 import re
@@ -19,7 +19,7 @@ _CHOICE = (
     r"(?![ \t]*[=+/^_]|[ \t]*-[ \t]*\d|['’])))"
 )
 _NAMES = r"\b(?i:answer|option|choice)\b"
-_STATED = [  # of the first form that a response has, the last one counts
+_STATED = [  # the last match counts, of the first form that a response has
     re.compile(
         rf"(?:{_NAMES}(?i:\s+is)(?:[\s:*]+|(?=\())(?:(?i:option|choice)[\s:*]*)?|\b(?i:answer)[\s*]*:[\s*]*){_CHOICE}"
     ),
@@ -50,7 +50,7 @@ class ExactVerifier:
 
 
 class ChoiceVerifier:
-    """The letter chosen is the ground truth's: boxed, tagged, or stated last, as "the answer is C", or else "option C".
+    """The chosen letter is the ground truth's: boxed, tagged, or stated last: "the answer is C", or else "option C".
 
     More than one letter in the box (`C or D`) is wrong.
     """

@@ -1,9 +1,9 @@
 """Instruction following: the 25 kinds of constraint of IFEval (arXiv:2311.07911), as its authors' code checks them.
 
-Written anew rather than imported: the original needs NLTK's data from the network, and langdetect, which draws at
-random. Each check follows the original's rule; where one differs, it says so. All are deterministic and offline.
+The checks are rewritten rather than imported, because the original needs NLTK's data from the network, and langdetect,
+which draws at random. Each check follows the original's rule or says how it differs. All are deterministic and offline.
 
-Ground truths, as a mapping or as its JSON: {"constraints": [{"id": "punctuation:no_comma", "kwargs": {}}, ...]}, or
+A ground truth is a mapping or its JSON: {"constraints": [{"id": "punctuation:no_comma", "kwargs": {}}, ...]}, or
 IFEval's own {"instruction_id_list": [...], "kwargs": [...]}.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from verl_ext.reward.score import Score
 
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-# ISO 639-1 codes of the languages that langdetect, the original's detector, tells apart; all that IFEval asks for.
+# ISO 639-1 codes of the languages that langdetect, the original's detector, tells apart; IFEval asks for no others.
 LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh"
@@ -24,12 +24,12 @@ LANGUAGES = (
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}  # markers that stand for several spellings
 MIN_CONFIDENCE = 0.8  # of a language; mixed texts and single words stay below
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|e\.g|i\.e|Inc|Ltd|Ph\.D|[A-HJ-Z])\.")
-# Begins where a run of marks begins, and gives nothing of it back: linear also in a response of nothing but dots.
+# A match begins where a run of marks begins and never backtracks into it: linear even in a response of only dots.
 _SENTENCE_END = re.compile(r"(?<![.!?。！？।])[.!?。！？।]++[\"'”’)\]]*+(?=\s|$)|\n\s*\n")
 
 
 class IfevalVerifier:
-    """`acc` is 1 if all constraints of the row are met and 0 otherwise, or with `all_or_nothing=False` their share."""
+    """`acc` is 1 if all constraints of the row are met, else 0; with `all_or_nothing=False`, the share of those met."""
 
     def __init__(self, config: Mapping[str, Any], *, all_or_nothing: bool = True):
         self._all_or_nothing = all_or_nothing
@@ -46,10 +46,10 @@ class IfevalVerifier:
 
 
 def read_constraints(ground_truth: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(id, arguments) of each constraint; see the top of this file.
+    """Return (id, arguments) of each constraint; see the top of this file.
 
     Raises:
-        ValueError: there is none, or one is not among the 25.
+        ValueError: there is no constraint, or one is not among the 25.
     """
     data = ground_truth
     try:
@@ -82,14 +82,14 @@ def _count(pattern: str, response: str, flags: int = 0) -> int:
 
 
 def detect_language(text: str) -> str | None:
-    """The language of most of `text`, one of LANGUAGES; None if it is mixed or too short to tell."""
+    """Return the language of most of `text`, one of LANGUAGES; None if it is mixed or too short to tell."""
     language, confidence = _language_identifier().classify(text)
     return language if confidence >= MIN_CONFIDENCE else None
 
 
 @cache
 def _language_identifier() -> Any:
-    """py3langid's, whose model is in its package: loaded when the first row asks for a language."""
+    """Load py3langid's identifier, whose model is in its package, when the first row asks for a language."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
@@ -98,25 +98,25 @@ def _language_identifier() -> Any:
 
 
 def is_english(response: str) -> bool:
-    """Or in no language for sure: words in capitals are too few to tell English by at times."""
+    """Return whether a response is English or in no certain language, as a few words in capitals may be."""
     return detect_language(response) in ("en", None)
 
 
 def count_sentences(text: str) -> int:
-    """Stretches that end in `.`, `!` or `?` before white space, or at an empty line. The original: NLTK's Punkt."""
+    """Count stretches that end in `.`, `!` or `?` before white space, or at an empty line; the original uses Punkt."""
     text = _ABBREVIATION.sub(lambda match: match[0].replace(".", ""), text)
     return sum(bool(re.search(r"\w", part)) for part in _SENTENCE_END.split(text))
 
 
 def number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Exactly so many, divided by `***`; an empty one is allowed at either end only."""
+    """Require exactly this many paragraphs, divided by `***`; only the first and the last may be empty."""
     paragraphs = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
     paragraphs = paragraphs[not paragraphs[0] : len(paragraphs) - (len(paragraphs) > 1 and not paragraphs[-1])]
     return all(paragraphs) and len(paragraphs) == num_paragraphs
 
 
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly so many paragraphs, divided by empty lines, the nth of which begins with the word."""
+    """Require exactly this many paragraphs, divided by empty lines, the nth of which begins with the word."""
     paragraphs = [part.strip() for part in response.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -134,19 +134,19 @@ def json_format(response: str) -> bool:
 
 
 def title(response: str) -> bool:
-    """A line with something between its first `<<` and its last `>>`."""
+    """Require a line with something between its first `<<` and its last `>>`."""
     lines = ((line, line.find("<<"), line.rfind(">>")) for line in response.split("\n"))
     return any(line[start:end].strip("<>").strip() for line, start, end in lines if 0 <= start <= end - 3)
 
 
 def two_responses(response: str) -> bool:
-    """Two different ones, with `******` between them; an empty one is allowed at either end only."""
+    """Require two different responses with `******` between them; only the first and the last part may be empty."""
     parts = [part.strip() for part in response.split("******")]
     responses = [part for part in parts if part]
     return len(responses) == 2 and responses[0] != responses[1] and all(parts[1:-1])
 
 
-# How a response is checked for each id, with the arguments that IFEval gives it. Counts are "at least" so many unless a
+# The check of a response for each id, with the arguments that IFEval gives it. A count means "at least" unless a
 # relation or a comment says otherwise.
 CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda response, keywords: all(
@@ -158,7 +158,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:forbidden_words": lambda response, forbidden_words: (
         not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
     ),
-    # Case ignored. Also for what is no letter, such as "#", for which the original draws some letter at random.
+    # Case is ignored. A non-letter such as "#" is counted as well; the original draws a random letter instead.
     "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: _compare(
         response.lower().count(letter.lower()), let_relation, let_frequency
     ),
@@ -171,14 +171,14 @@ CHECKS: dict[str, Callable[..., bool]] = {
         _count(r"\w+", response), relation, num_words
     ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    # What follows the last bracket that closes a line's cannot be a placeholder, and is not searched.
+    # Text after the last closing bracket of a line cannot be a placeholder and is not searched.
     "detectable_content:number_placeholders": lambda response, num_placeholders: (
         num_placeholders <= sum(_count(r"\[.*?\]", line[: line.rfind("]") + 1]) for line in response.split("\n"))
     ),
     "detectable_content:postscript": lambda response, postscript_marker: bool(
         re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), response.lower())
     ),
-    # Exactly so many lines that begin with `*` (but not `**`) or `-`.
+    # Exactly this many lines begin with `*` (but not `**`) or `-`.
     "detectable_format:number_bullet_lists": lambda response, num_bullets: (
         num_bullets == _count(r"^[^\S\n]*+(?:\*[^*]|-).*$", response, re.MULTILINE)
     ),

@@ -21,7 +21,7 @@ from verl_ext.reward.score import Score
 logger = logging.getLogger(__name__)
 
 CONTROL_RESPONSE = "I do not know."  # what any judge can score
-REFUSED = (400, 413, 422)  # too long for the judge, say: neither tried again nor an error of ours
+REFUSED = (400, 413, 422)  # for example too long for the judge: neither tried again nor our error
 RUBRIC = "how correct, complete and relevant the response is"
 PROMPT = """You grade a response to a task: {rubric}.
 
@@ -40,7 +40,7 @@ _SCORE = re.compile(r"\bscore[\s*:=]{0,6}([-+]?\d*\.?\d+)(?:\s*/\s*(\d+))?", re.
 
 class JudgeVerifier:
     """`acc` is the judge's score in [0, 1]. A response that is refused, or gets no score or no answer, is wrong if the
-    judge does score a plain response to the same task, and else "unknown": text must not buy its own exclusion.
+    judge does score a plain response to the same task, else "unknown": a text must not cause its own exclusion.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class JudgeVerifier:
         Args:
             base_url: such as "http://127.0.0.1:8000/v1".
             model: as the server names it; "" takes the first of its `/models`.
-            rubric: what the score shall measure, in a few words.
+            rubric: what the score measures, in a few words.
             use_reference: shows the ground truth to the judge; otherwise rows need none.
-            max_tokens: of the judge's answer.
-            timeout_s, max_attempts: of a request, and how many; see `OpenAiEndpoint`.
-            backoff_s: has no effect any more: the client has its own pauses.
+            max_tokens: limit of the judge's answer.
+            timeout_s, max_attempts: time limit of an attempt and number of attempts; see `OpenAiEndpoint`.
+            backoff_s: has no effect, because the client has its own pauses.
             max_concurrency: requests in flight from this process.
             api_key_env: environment variable that holds a key; "" sends the word EMPTY.
         """
@@ -81,11 +81,11 @@ class JudgeVerifier:
         self._slots = asyncio.Semaphore(max_concurrency)
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
-        """As `Verifier.verify`; `sample` needs `raw_prompt` or `prompt`, messages or text.
+        """Score as `Verifier.verify`; `sample` needs `raw_prompt` or `prompt`, messages or text.
 
         Raises:
             ValueError: the row lacks its prompt or reference, or the server refuses the request as such (HTTP 401,
-                403, 404, such as for a wrong model; what is too long for it is no such error).
+                403, 404, for example for a wrong model; a text that is too long for it does not count).
         """
         response = strip_tool_blocks(response_text).replace("</response>", "").strip()
         if not response:
@@ -100,7 +100,7 @@ class JudgeVerifier:
         task = _task(sample)
 
         async def ask(response: str) -> float | str:
-            """The score, or why there is none."""
+            """Return the score, or why there is none."""
             prompt = PROMPT.format(rubric=self._rubric, task=task, reference=reference, response=response)
             try:
                 verdict = await self._ask(prompt)
@@ -134,7 +134,7 @@ class JudgeVerifier:
             return await self._request("/chat/completions", body, "choices", 0, "message", "content")
 
     async def _request(self, path: str, body: dict | None, *member: str | int) -> str:
-        """A member of the server's JSON; raises _InfrastructureFailure once all attempts have failed."""
+        """Return a member of the server's JSON; raise _InfrastructureFailure once all attempts have failed."""
         url = self._endpoint.url + path
         try:
             answer = await self._endpoint.request(path, body)
@@ -151,11 +151,11 @@ class JudgeVerifier:
 
 
 class _InfrastructureFailure(Exception):
-    """The judge or the way to it failed."""
+    """The judge or the connection to it failed."""
 
 
 def read_score(verdict: str) -> float | None:
-    """The last `Score: X` of a verdict, X in [0, 1] or written as a fraction (8/10); None without a valid one."""
+    """Return the last `Score: X` of a verdict, X in [0, 1] or a fraction (8/10); None without a valid one."""
     found = _SCORE.findall(verdict)
     if not found:
         return None

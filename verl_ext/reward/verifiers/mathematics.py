@@ -8,19 +8,19 @@ from typing import Any
 
 from verl_ext.reward.score import Score, score_answer
 
-MAX_WAITING = 256  # answers of one process that are scored at a time; nearly all that take long only wait
+MAX_WAITING = 256  # answers that one process scores at a time; nearly all slow ones only wait
 
 
 class MathVerifier:
-    """Equality of the boxed answer with the ground truth; in a thread, since computer algebra may take seconds."""
+    """Compares the boxed answer with the ground truth, in a thread because computer algebra may take seconds."""
 
     def __init__(self, config: Mapping[str, Any], *, unfinished_thinking: bool = False):
         """
         Args:
-            unfinished_thinking: a box after a `<think>` that is never closed is an answer, too.
+            unfinished_thinking: a box after a `<think>` that is never closed is an answer as well.
         """
         self._score = partial(score_answer, unfinished_thinking=unfinished_thinking)
-        # Not asyncio's own threads, of which there are few: answers in the slow lane would hold up all others.
+        # asyncio's own threads are too few: answers in the slow lane would hold up all others.
         self._threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="score_answer")
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:

@@ -1,4 +1,4 @@
-"""The sandbox server and all that isolates a program: `python -m verl_ext.sandbox.server`.
+"""The sandbox server and everything that isolates a program: `python -m verl_ext.sandbox.server`.
 
 `api.py` is HTTP, `pool.py` the queue and the workers, `zygote.py`, `worker.py` and `program.py` the processes,
 `isolation.py` their walls.

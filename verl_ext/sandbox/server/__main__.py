@@ -5,8 +5,8 @@
 
 Routes: `POST /run_code`, `GET /v1/ping` (executes code, names the layers of isolation in force), `GET /metrics`,
 `DELETE /v1/sessions/ID`. Beyond the contract: a request may set `queue_timeout` (s), `echo_last_expression` and
-`session_id`, an answer has `queue_time` (s) and `session`; overload answers 504, or 503 for one session too many, with
-Retry-After. Here is how the server starts and stops; what it answers is in `api.py`.
+`session_id`, an answer has `queue_time` (s) and `session`; an overloaded server answers 504, or 503 for one session too
+many, with Retry-After. This module starts and stops the server; its answers are in `api.py`.
 """
 
 import argparse
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "SANDBOX_TOKEN"
 INSTALLED = ("site-packages", "dist-packages")  # the folders of packages, also those of a Python below a venv
-DATA_VARIABLE = "DATA_DIR"  # of the launchers: data sets, with the answers
+DATA_VARIABLE = "DATA_DIR"  # the launchers' variable: data sets, with the answers
 
 
 def main() -> None:
-    """Command line; exits with 0 after a clean stop and 1 with one line on stderr when it cannot start."""
+    """Run the command line; exit with 0 after a clean stop, and with 1 and a line on stderr if it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m verl_ext.sandbox.server", description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: %(default)s)")
@@ -172,10 +172,10 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def refuse_exposed_folders(layers: Sequence[str]) -> None:
-    """Raises StartError when programs could read the ground truths: this package's checkout, or $DATA_DIR."""
+    """Raise StartError if programs could read the ground truths: this package's checkout, or $DATA_DIR."""
     if not {"root", "landlock"}.intersection(layers):
-        return  # they can read all that their user can; the server warns of it
-    # Of a package that is installed, not checked out, there is only code.
+        return  # they can read all that their user can; the server warns about it
+    # An installed package, unlike a checkout, has only code.
     hidden = {} if PACKAGE_ROOT.name in INSTALLED else {str(PACKAGE_ROOT): "this package's checkout"}
     if os.environ.get(DATA_VARIABLE):
         hidden[os.environ[DATA_VARIABLE]] = f"the data folder, ${DATA_VARIABLE}"
@@ -189,7 +189,7 @@ def refuse_exposed_folders(layers: Sequence[str]) -> None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token that requests must carry, None for none. Raises StartError for a file without one."""
+    """Return the token that requests must carry, or None. Raises StartError for a file without one."""
     source = f"--token-file {file}" if file else f"${TOKEN_VARIABLE}"
     try:
         token = (file.read_text(encoding="utf-8") if file else os.environ.get(TOKEN_VARIABLE, "")).strip()
@@ -205,9 +205,9 @@ def read_token(file: Path | None) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening TCP socket; raises StartError when the port is taken."""
+    """Return a bound, listening TCP socket; raises StartError if the port is taken."""
     try:
-        return socket.create_server((host, port), backlog=128)  # more would wait for longer than they are worth
+        return socket.create_server((host, port), backlog=128)  # further connections would wait too long to be of use
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise StartError(
@@ -217,7 +217,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def watch_parent(pid: int, stop: asyncio.Event) -> int:
-    """Set `stop` when process `pid` ends; returns the pidfd that is watched."""
+    """Set `stop` when process `pid` ends; return the watched pidfd."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The routes of the sandbox server: what a request may be, who may send it, and what the answers look like."""
+"""The routes of the sandbox server: the requests it takes, who may send them, and what the answers look like."""
 
 import asyncio
 import binascii
@@ -30,7 +30,7 @@ STDIN_NAME = ".stdin"  # program.read_call's
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
 # Files and folders that `files` makes; namespaces.HOME_INODES has room for as many more. Also names in `fetch_files`.
 MAX_INPUT_INODES = 2048
-MAX_ERRORS = 10  # told of a request; one can have thousands
+MAX_ERRORS = 10  # reported for a request; it can have thousands
 MAX_DEPTH = 128  # names in a path: a program with deeper folders is killed where they are counted (disk.py)
 MAX_TIMEOUT_S = 86400.0
 # verl's call_sandbox_api gives up after compile_timeout + run_timeout + 10 s and retries only on 504, so a request may
@@ -38,23 +38,23 @@ MAX_TIMEOUT_S = 86400.0
 QUEUE_GRACE_S = 5.0
 PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
 RETRY_AFTER_S = 1
-PIECE_S = 10.0  # for a client to take one
+PIECE_S = 10.0  # for a client to take one piece
 PIECE_BYTES = 3 << 16  # of a file in an answer; a multiple of 3, so that its base64 is that of the file
-# SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added, and, of a SandboxError,
+# SandboxFusion's RunCodeResponse plus `queue_time` (s) and `session` ({call, alive}), and, for a SandboxError,
 # `blameless`: no program can have caused it.
 NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
 NO_ANSWER |= {"executor_pod_name": None, "files": {}, "queue_time": None, "session": None}
 
 
 def _text(value: Any) -> str:
-    """Any str, also one with lone surrogates, which JSON can carry: it runs as a file with those bytes would."""
+    """Accept any str, even with lone surrogates, which JSON can carry: it runs as a file with those bytes would."""
     if not isinstance(value, str):
         raise ValueError("Input should be a valid string")
     return value
 
 
 def _path_inside(path: str) -> str:
-    """A relative path that stays below the request's folder, and that a file there can have."""
+    """Accept a relative path that stays below the request's folder, and that a file there can have."""
     try:
         length = len(os.fsencode(path))
         parts = path[: MAX_PATH_BYTES + 1].split("/")
@@ -74,12 +74,12 @@ def _path_inside(path: str) -> str:
 
 
 def _spelled(parts: list[str]) -> str:
-    """The one spelling of a path. Not by PurePosixPath, whose `parents` take time by the square of their number."""
+    """Return a path's normal form. PurePosixPath is too slow: its `parents` take time quadratic in their number."""
     return "/".join(part for part in parts if part not in ("", "."))
 
 
 def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | None]:
-    """Paths by their one spelling; none is another's folder, the program's name, or there twice."""
+    """Normalize the paths; refuse one that is another's folder, is the program's name, or occurs twice."""
     named = {_spelled(path.split("/")): content for path, content in files.items()}
     if len(named) < len(files):
         raise ValueError("two of the paths are the same file")
@@ -101,7 +101,7 @@ def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | N
 
 
 def _not_too_many(files: Any) -> Any:
-    """Before any of them is looked at."""
+    """Refuse too many files before any of them is looked at."""
     if isinstance(files, dict | list) and len(files) > MAX_INPUT_INODES:
         raise ValueError(f"expected at most {MAX_INPUT_INODES} files, got {len(files)}")
     return files
@@ -112,7 +112,7 @@ def _cut(name: str | int) -> str | int:
 
 
 def _from_base64(content: Any) -> bytes:
-    """SandboxFusion takes null, too, and makes no file of it; see `RunCodeRequest.files`."""
+    """Decode a file's content. SandboxFusion also takes null, and makes no file of it; see `RunCodeRequest.files`."""
     if not isinstance(content, str):
         raise ValueError("Input should be a valid string")
     try:
@@ -138,7 +138,7 @@ class RunCodeRequest(BaseModel):
     language: Literal["python"]
     compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] = 10  # s, for queueing
     run_timeout: Timeout = 10  # s, wall clock
-    # Of address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes.
+    # Address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes together.
     memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
     files: Files = {}  # path: base64; null: no file
@@ -149,23 +149,23 @@ class RunCodeRequest(BaseModel):
 
 
 def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web.Application:
-    """The routes over `pool`.
+    """Return the application that serves `pool`.
 
     Args:
         token: what every request must carry as `Authorization: Bearer ...`; None: nothing.
     """
     metrics, bodies = Metrics(pool, sessions), Bodies()
-    health: asyncio.Task | None = None  # of all who ask meanwhile
+    health: asyncio.Task | None = None  # one check for all pings that arrive while it runs
 
     async def run_code(http_request: web.Request) -> web.StreamResponse:
-        outcome = "hung_up"  # unless it comes to an answer
+        outcome = "hung_up"  # unless there is an answer
         try:
             response, outcome = await _run_code(http_request)
             return response
         except web.HTTPException:  # 408, 413: a body that is too slow, or over the limit
             outcome = "rejected"
             raise
-        except ConnectionError:  # it hung up while it was sent the answer
+        except ConnectionError:  # the client hung up while it was sent the answer
             raise
         except Exception:  # a bug, or no descriptors left: the answer is 500
             outcome = "sandbox_error"
@@ -280,9 +280,9 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
 
 
 async def send_with_files(http_request: web.Request, text: str, files: dict[str, memoryview]) -> web.StreamResponse:
-    """Answer with the JSON object `text` and `files`, in base64, in pieces and as fast as the client takes them.
+    """Answer with the JSON object `text` and `files` in base64, piece by piece, as fast as the client takes them.
 
-    As a whole, the largest answer would take a second of the event loop, and several times its size of memory.
+    Sent whole, the largest answer would block the event loop for a second and take several times its size in memory.
     """
     head, _, tail = text.partition('"files": {}')  # not within a string, where quotation marks are escaped
     pieces = [head.encode() + b'"files": {']
@@ -302,7 +302,7 @@ async def send_with_files(http_request: web.Request, text: str, files: dict[str,
                 )
     except TimeoutError:
         client: Client = http_request.protocol
-        client.drop()  # ends this task, too
+        client.drop()  # also ends this task
     await response.write_eof()
     return response
 
@@ -312,7 +312,7 @@ def _length(piece: bytes | memoryview) -> int:
 
 
 async def check_health(pool: Pool) -> str | None:
-    """Send the control program through the queue; None when it ran as it should, else what it did instead."""
+    """Send the control program through the queue; return None if it ran as it should, else what it did instead."""
     try:
         result, _ = await pool.run(CONTROL, queue_timeout_s=PING_QUEUE_S)
         return wrong_with_control(result)

@@ -1,4 +1,4 @@
-"""The body of a request: from bytes to what is asked, within bounds on time, size and the number of values."""
+"""The body of a request: from bytes to a parsed request, within bounds on time, size and the number of values."""
 
 import asyncio
 import json
@@ -16,15 +16,15 @@ Request = TypeVar("Request")
 MAX_BODY_BYTES = 64 << 20
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES  # of the bodies over LARGE_BYTES of all requests together
 UNCOUNTED_BYTES = 1 << 16  # a smaller body is parsed in a few milliseconds, whatever it holds
-MAX_VALUES = 1 << 14  # members, elements and strings of a larger one: enough for api.MAX_FILES, twice
-MAX_DIGITS = 4300  # of an integer: reading one takes time by the square of their number
+MAX_VALUES = 1 << 14  # members, elements and strings of a larger one: enough for api.MAX_INPUT_INODES, twice
+MAX_DIGITS = 4300  # of an integer: reading one takes time quadratic in their number
 BODY_S = 30.0  # for a body to arrive, from the end of its headers on
 
 _REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 class HeldBytesError(Exception):
-    """The large bodies of other requests take all the memory that there is for them."""
+    """The large bodies of other requests take all the memory reserved for large bodies."""
 
 
 class Bodies:
@@ -35,10 +35,10 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, http_request: web.Request, validate: Callable[[Any], Request]) -> AsyncIterator[Request]:
-        """Read and parse a body, which counts as held until the block ends; gives what `validate` makes of its JSON.
+        """Read and parse a body, which counts as held until the block ends; yield what `validate` makes of its JSON.
 
         Raises:
-            ValueError: it is no JSON as RFC 8259 wants it, or has too many values; or `validate` raises it.
+            ValueError: it is not JSON by RFC 8259, or has too many values; or `validate` raises it.
             HeldBytesError: see there.
             web.HTTPException: it is over MAX_BODY_BYTES (413), or did not arrive within BODY_S (408).
         """
@@ -75,7 +75,7 @@ def _load(body: bytearray, validate: Callable[[Any], Request]) -> Request:
 
 
 def parse(body: bytearray) -> Any:
-    """JSON as RFC 8259 wants it: UTF-8, no NaN, each key once. Raises ValueError."""
+    """Parse JSON by RFC 8259: UTF-8, no NaN, each key once. Raises ValueError."""
     if len(body) > UNCOUNTED_BYTES:
         check_number_of_values(body)
     try:
@@ -88,9 +88,9 @@ def parse(body: bytearray) -> Any:
 
 
 def check_number_of_values(body: bytearray) -> None:
-    """Raises ValueError above MAX_VALUES, as a list of 8 MB takes a second and 200 MB. Text costs little, however long.
+    """Raise ValueError above MAX_VALUES: a list of 8 MB takes a second and 200 MB. Text costs little, however long.
 
-    Counts what begins or separates values, outside of strings, and the strings.
+    This counts the strings and, outside them, what begins or separates values.
     """
     if sum(map(body.count, (b"[", b"{", b",", b'"'))) <= MAX_VALUES:
         return

@@ -1,6 +1,6 @@
-"""The connections of clients: how many there are, how long each may take, and what the log says of them.
+"""The connections of clients: how many there are, how long each may take, and what the log says about them.
 
-aiohttp speaks HTTP on each (`Client`). Accepting them is here, since asyncio's own server takes all that come, and so
+aiohttp speaks HTTP on each (`Client`). They are accepted here, because asyncio's own server takes all that come, and so
 all descriptors that the server may have, of which every program needs some.
 """
 
@@ -19,16 +19,16 @@ from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
-# Of a connection that has sent no request which passed the checks of its sender; and between two requests, or for an
-# answer to be taken. The second is above what clients keep idle connections for (aiohttp: 15 s), so that it is they
-# who close them, and no request meets a connection that is being closed.
+# How long a connection may take for a first request that passes the checks of its sender; and between two requests, or
+# to take an answer. The second is longer than clients keep idle connections (aiohttp: 15 s), so that they close them,
+# and no request meets a connection that is being closed.
 FIRST_REQUEST_S, IDLE_S = 10.0, 75.0
-MAX_ACCEPTED = 4  # at once: what they have sent is read before many more come, at whose limit they could be closed
+MAX_ACCEPTED = 4  # at once, so that what they sent is read before many more come and, at the limit, replace them
 MAX_NEWCOMERS = 1024  # connections that have not yet sent such a request
 SWEEP_S = 1.0
 ACCEPT_PAUSE_S = 1.0  # after accept() failed
 MAX_HEADERS = 64
-READ_BYTES = 1 << 16  # what is parsed at once, between which others get their turn
+READ_BYTES = 1 << 16  # parsed at once, before other connections get their turn
 SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 1 << 14
 MAX_DESCRIPTORS = 1 << 14  # enough for as many clients; a connection takes some kB
 SERVER_DESCRIPTORS = 100  # the server's own, and folders that are being removed
@@ -37,7 +37,7 @@ MIN_CLIENTS = 16
 
 
 class DescriptorLimitError(Exception):
-    """The limit on open files leaves too few for clients; the message says how many it takes."""
+    """The limit on open files leaves too few for clients; the message says how many are needed."""
 
 
 class Client(web.RequestHandler):
@@ -45,7 +45,7 @@ class Client(web.RequestHandler):
 
     def __init__(self, clients: "Clients", server: web.Server) -> None:
         loop = asyncio.get_running_loop()
-        # Bodies are not unpacked, see body.py. `Clients` ends what is idle, long before aiohttp would.
+        # Bodies are not unpacked; see body.py. `Clients` closes idle connections long before aiohttp would.
         super().__init__(server, loop=loop, access_log=None, auto_decompress=False, max_headers=MAX_HEADERS)
         self._clients = clients
         self.is_unwanted = False  # closed before it was set up
@@ -59,7 +59,7 @@ class Client(web.RequestHandler):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, which takes long if it is in chunks of a few bytes: of these a connection may send few."""
+        """Parse what came. Chunks of a few bytes take long to parse, so a connection may send only a limited number."""
         chunks = data.count(b"\r\n") // 2 if self.is_chunked else 0
         if chunks * SMALL_CHUNK_BYTES > len(data):
             self._small_chunks += chunks
@@ -73,15 +73,15 @@ class Client(web.RequestHandler):
         super().connection_lost(exc)
 
     def works(self) -> None:
-        """The server has all that it needs, and the connection is not to be closed."""
+        """Note that the server has all that it needs, and the connection must not be closed."""
         self._clients.works(self)
 
     def waits(self) -> None:
-        """The server waits: for a request, its body, or that an answer is taken."""
+        """Note that the server waits: for a request, its body, or the client to take an answer."""
         self._clients.waits(self)
 
     def drop(self) -> None:
-        """Close the connection at once, also if the client does not take its answer."""
+        """Close the connection at once, even if the client does not take its answer."""
         self._clients.close(self)
 
     def handle_error(
@@ -91,11 +91,11 @@ class Client(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what was no HTTP (400), or met a bug of ours (500). aiohttp's own would log what the client sent."""
+        """Answer what was not HTTP (400), or met a bug of ours (500). aiohttp's own method would log what was sent."""
         if status >= 500 and not isinstance(exc, ConnectionError):
             log_failure("a request failed", exc)
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun")  # as aiohttp's own: it closes the connection
+            raise ConnectionError("the answer has begun")  # as aiohttp's own method does: it closes the connection
         detail = "expected an HTTP/1.1 request" if status < 500 else "the sandbox failed; its log says how"
         response = web.json_response({"detail": detail}, status=status)
         response.force_close()
@@ -108,8 +108,8 @@ class Client(web.RequestHandler):
 class Clients:
     """Accepts connections, up to a limit, and closes those that the server has waited for too long.
 
-    At the limit, the one that it has waited for longest is closed for a new one, first among those that have sent no
-    good request yet. If none waits, new ones stay in the kernel's queue until one ends.
+    At the limit, the connection that it has waited for longest is closed for a new one, first among those that have
+    sent no good request yet. If it waits for none, new ones stay in the kernel's queue until one ends.
 
     Args:
         server: of a runner that is set up.
@@ -121,8 +121,8 @@ class Clients:
         self._server, self._listener, self._limit = server, listener, limit
         self._loop = asyncio.get_running_loop()
         self._open: set[Client] = set()
-        self._newcomers: dict[Client, float] = {}  # since when the server waits for them; the longest first
-        self._waiting: dict[Client, float] = {}  # of the others
+        self._newcomers: dict[Client, float] = {}  # -> when the server began to wait for them; the longest wait first
+        self._waiting: dict[Client, float] = {}  # the same for the others
         self._tasks: set[asyncio.Task] = set()
         self._is_full = self._is_stopped = False
 
@@ -154,7 +154,7 @@ class Clients:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # the client has gone
+            except ConnectionError:  # the client is gone
                 continue
             except OSError as exc:  # the machine has no more descriptors, or memory
                 log_failure("no connection could be accepted", exc)
@@ -207,7 +207,7 @@ class Clients:
 
 
 def max_clients(workers: int, sessions: int) -> int:
-    """How many connections leave every program its descriptors; raises the soft limit as far as the hard one allows.
+    """Return how many connections leave every program its descriptors; raise the soft limit as the hard one allows.
 
     Raises:
         DescriptorLimitError: see there.
@@ -225,7 +225,7 @@ def max_clients(workers: int, sessions: int) -> int:
 
 
 def log_failure(what: str, exc: BaseException | None) -> None:
-    """Log an exception by its kind and place. Its text may hold what a client sent, such as a token or a program."""
+    """Log an exception by type and place only: its text may hold what a client sent, such as a token or a program."""
     frames = traceback.extract_tb(exc.__traceback__)[-4:] if exc else ()
     places = ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
     kind = type(exc).__name__ + (f" ({exc.strerror})" if isinstance(exc, OSError) and exc.strerror else "")
@@ -233,5 +233,5 @@ def log_failure(what: str, exc: BaseException | None) -> None:
 
 
 def without_quotations(error: Exception) -> str:
-    """The words of an error that are ours: what follows a quotation mark can be the name of a client's file."""
+    """Return an error's text up to the first quotation mark: what follows can be the name of a client's file."""
     return re.split(r"['\"]", str(error))[0].strip()

@@ -1,4 +1,4 @@
-"""The server's end of one worker process: what goes over its socket (wire.py). The other end is in `worker.py`."""
+"""The server's end of a worker's socket (wire.py). The other end is in `worker.py`."""
 
 import asyncio
 import codecs
@@ -30,7 +30,7 @@ class LostProgramError(SandboxError):
 
 
 class ZygoteEndedError(SandboxError):
-    """A worker died, or did not start, as its zygote was killed from outside: no program is to blame."""
+    """A worker died, or did not start, because its zygote was killed from outside: no program is to blame."""
 
 
 class Worker:
@@ -43,15 +43,15 @@ class Worker:
     def __init__(self, connection: socket.socket, folder: Path, zygote: subprocess.Popen) -> None:
         self.connection, self.folder, self.zygote = connection, folder, zygote
         self.pid: int | None = None
-        self._pidfd = -1  # a process id alone may be another's by the time that it is killed
+        self._pidfd = -1  # a mere process id may be another's by the time that it is killed
         self.layers: list[str] = []  # what isolates its programs
-        self.off: dict[str, str] = {}  # what does not, and why
-        self.started = False  # the program of the last call, which from then on may have been to blame
+        self.off: dict[str, str] = {}  # the layers that are off, and why
+        self.started = False  # whether the last call's program started, and so may be to blame
         self._received = bytearray()
         connection.setblocking(False)
 
     async def start(self) -> None:
-        """Wait until it is set up. Raises OSError, EOFError, or SandboxError with its own words."""
+        """Wait until the worker is set up. Raises OSError, EOFError, or SandboxError with the worker's message."""
         hello = await self._receive_message()
         if "error" in hello:
             raise SandboxError(hello["error"])
@@ -59,13 +59,13 @@ class Worker:
         self._pidfd = os.pidfd_open(self.pid)
 
     async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
-        """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
+        """Send a request; return the answer's header and the bytes after it. Raises OSError or EOFError."""
         names = list(dict.fromkeys(request["fetch_files"]))
         body = os.memfd_create("request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with open(body, "wb", closefd=False) as file:
                 file.writelines(pack_request(request, names))
-            # No limit counts the file, and a session can keep it open or mapped: it does not grow, and ends up empty.
+            # No limit counts the file, and a session can keep it open or mapped: so it cannot grow, and ends up empty.
             fcntl.fcntl(body, fcntl.F_ADD_SEALS, SEALED)
             await send_fd(self.connection, b"\0", body)
             header = await self._receive_answer(names)
@@ -80,7 +80,7 @@ class Worker:
             os.close(body)
 
     async def _receive_answer(self, names: list[str]) -> dict[str, Any]:
-        """The header of an answer to a request that names so many files; the bytes after it stay in `_received`."""
+        """Receive the header of an answer about the files `names`; the bytes after it stay in `_received`."""
         await self._receive_up_to(LENGTH.size)
         if LENGTH.unpack_from(self._received)[0]:
             return await self._receive_message()
@@ -108,7 +108,7 @@ class Worker:
         }
 
     async def _receive_message(self) -> dict[str, Any]:
-        """LENGTH and JSON of a message; what came after it stays in `_received`."""
+        """Receive LENGTH and JSON of a message; what came after it stays in `_received`."""
         await self._receive_up_to(LENGTH.size)
         end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
         await self._receive_up_to(end)
@@ -124,7 +124,7 @@ class Worker:
             self._received += chunk
 
     def is_alive(self) -> bool:
-        """An idle worker says nothing, so that anything to read is the end of its socket."""
+        """Return whether the worker lives: an idle one sends nothing, so anything to read is the end of its socket."""
         try:
             self.connection.recv(1, socket.MSG_PEEK)
         except OSError as exc:
@@ -132,14 +132,14 @@ class Worker:
         return False
 
     def close(self) -> None:
-        """The worker sees it, kills the program that may be running, removes its folder and ends."""
+        """Close the socket: the worker then kills its program, if one is running, removes its folder and ends."""
         self.connection.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
     def kill(self) -> int:
-        """End a worker that hangs or is dead already; its program dies with it, but not what the program has forked.
+        """Kill a worker that hangs or is already dead; its program dies with it, but not the program's forks.
 
         Returns:
             A pidfd of the worker, which the caller closes.
@@ -150,7 +150,7 @@ class Worker:
 
 
 def digest(request: dict[str, Any]) -> bytes:
-    """A program, to know it again by."""
+    """Return a hash that identifies a program and its input."""
     return hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
 
 
@@ -167,8 +167,8 @@ async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:
 
 
 def with_blobs(header: dict[str, Any], blobs: bytearray) -> dict[str, Any]:
-    """Replace the byte counts of an answer's header by what they count."""
-    rest = memoryview(blobs)  # of which no copy is made: it may be the 64 MiB of folders.MAX_FETCH_BYTES
+    """Replace the byte counts of an answer's header by the bytes that they count."""
+    rest = memoryview(blobs)  # not a copy: it may be the 64 MiB of folders.MAX_FETCH_BYTES
     replaced: dict[str, Any] = {"files": {}}
     for name in ("stdout", "stderr"):
         kept, total = header[name]
@@ -179,7 +179,7 @@ def with_blobs(header: dict[str, Any], blobs: bytearray) -> dict[str, Any]:
 
 
 def _decode(kept: memoryview, total: int) -> str:
-    """Output as text, invalid UTF-8 as U+FFFD, with a last line that says how much was cut."""
+    """Decode output, with invalid UTF-8 as U+FFFD and a last line that says how much was cut."""
     cut = total - len(kept)
     # final=False drops the first bytes of a character that the cut split.
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(kept, final=not cut)

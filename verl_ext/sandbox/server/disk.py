@@ -1,6 +1,6 @@
-"""What the files of a program take on the disk: its limit where mounts, and so a file system of its own, are refused.
+"""Count a program's files on disk: the limit if mounts, and so a separate file system, are refused.
 
-A worker counts every CHECK_S, and kills a program that has more; what it can write in between comes on top.
+A worker counts every CHECK_S, and kills a program that has more; what it writes in between comes on top.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from .namespaces import HOME_BYTES, HOME_INODES
 from .wire import address_of, numbers_in, unshared
 
 MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
-MAX_THREADS = 128  # isolation.MAX_TASKS, where RLIMIT_NPROC would count processes that are not the program's
-CHECK_S = 0.01  # at least; a count that takes long is followed by a longer pause, of at most MAX_PAUSE_S
-PAUSE, MAX_PAUSE_S = 10, 0.1  # times what a count took
+MAX_THREADS = 128  # isolation.MAX_TASKS, for when RLIMIT_NPROC would count processes that are not the program's
+CHECK_S = 0.01  # minimum; a count that takes long is followed by a longer pause, of at most MAX_PAUSE_S
+PAUSE, MAX_PAUSE_S = 10, 0.1  # the pause as a multiple of the time that a count took, and its maximum
 MAPS_S = 0.1  # between two looks at what is mapped, which costs most
 MAX_DEPTH = 128  # folders in folders, all open at once
 BLOCK = 512  # bytes, of st_blocks on every file system
-READ_BYTES = 1 << 15  # of a folder, or of what is mapped, at once: no line there is longer
+READ_BYTES = 1 << 15  # read at once from a folder or from the list of mappings: no line there is longer
 GETDENTS64 = {"x86_64": 217, "aarch64": 61}[os.uname().machine]  # system call
 DIRENT = struct.Struct("=QqHB")  # struct linux_dirent64: inode, offset, bytes, kind; then the name
 STATUS = struct.Struct("=28xHxxQQQ")  # struct statx: mode, inode, size, blocks
@@ -33,10 +33,10 @@ STATX_WANTED = 0x2 | 0x100 | 0x400  # STATX_MODE, STATX_INO, STATX_BLOCKS
 AT_SYMLINK_NOFOLLOW = 0x100
 FLAGS = re.compile(rb".*\) \S(?: \S+){5} (\d+)", re.S)  # "PID (NAME) STATE ... FLAGS ..."
 DOTS = re.compile(rb"\.\.?\0")  # the folder itself, and the one above it
-PF_EXITING, PF_FORKNOEXEC = 0x4, 0x40  # linux/sched.h: it ends, or has ended; it was forked, and executed nothing since
+PF_EXITING, PF_FORKNOEXEC = 0x4, 0x40  # linux/sched.h: it ends or has ended; it was forked and has executed nothing
 
 libc = ctypes.CDLL(None, use_errno=True)
-statx = ctypes.PyDLL(None).statx  # with less around it: here is one thread, and errno says nothing
+statx = ctypes.PyDLL(None).statx  # PyDLL is cheaper: this process has one thread, and errno is not needed
 statx.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 
 
@@ -45,7 +45,7 @@ class Excess(Exception):
 
 
 def after_count(started: float) -> float:
-    """When to count again, by time.monotonic(), after a count that began then."""
+    """Return when to count again, by time.monotonic(), after a count that began at `started`."""
     now = time.monotonic()
     return now + min(max(CHECK_S, PAUSE * (now - started)), MAX_PAUSE_S)
 
@@ -56,7 +56,7 @@ class DiskWatch:
     Names stay in memory that forks do not have (wire.py), and are opened and looked at by their addresses.
 
     Args:
-        folder: of the program; nothing else can be written to.
+        folder: of the program, which can write nowhere else.
         uid: of the program, user and group.
     """
 
@@ -65,7 +65,7 @@ class DiskWatch:
         self.next_check = self._next_maps = 0.0  # by time.monotonic()
         self._seen: set[int] = set()  # inodes, within a count
         self._num_bytes = 0
-        self._memory = unshared(MAX_DEPTH * READ_BYTES)  # for each folder on the way down
+        self._memory = unshared(MAX_DEPTH * READ_BYTES)  # a part for each folder on the way down
         self._status = unshared(STATUS_BYTES)
         self._address, self._status_address = address_of(self._memory), address_of(self._status)
         self._folder_bytes = os.fsencode(self.folder)
@@ -74,12 +74,12 @@ class DiskWatch:
         )
 
     def reset(self) -> None:
-        """Before a program, which is to find nothing of the one before it."""
+        """Restart the clocks for a new program, which must find nothing of the one before it."""
         now = time.monotonic()
         self.next_check, self._next_maps = now + CHECK_S, now + MAPS_S
 
     def excess(self, pids: Iterable[int]) -> str:
-        """Which limit the program is beyond, in words for the model; "" when it is within all.
+        """Return which limit the program exceeds, in words for the model; "" if it exceeds none.
 
         Args:
             pids: of its processes, the worker's own child first.
@@ -95,7 +95,7 @@ class DiskWatch:
         try:
             try:
                 folder = os.open(self.folder, OPEN_FOLDER)
-            except OSError as exc:  # where the program can move or lock it
+            except OSError as exc:  # the program can move or lock it
                 raise Excess(f"its folder is gone ({exc.strerror})") from exc
             self._count_below(folder, 1)
             with acting_as(self.uid):
@@ -104,14 +104,14 @@ class DiskWatch:
                 self._count(inode, num_bytes)
         except Excess as exc:
             return f"disk limit: {exc}"
-        finally:  # the next program, a fork of this process, is to find nothing of this one
+        finally:  # the next program, a fork of this process, must find nothing of this one
             self._seen, self._num_bytes = set(), 0
         if sum(len(threads_of(pid)) for pid in pids) > MAX_THREADS:
             return f"thread limit: it has more than {MAX_THREADS} threads"
         return ""
 
     def _count(self, inode: int, num_bytes: int) -> None:
-        """Count a file, folder or link once, by whatever name it is seen. Raises Excess."""
+        """Count a file, folder or link once, whatever its names. Raises Excess."""
         if inode in self._seen:
             return
         self._seen.add(inode)
@@ -122,10 +122,10 @@ class DiskWatch:
             raise Excess(f"it has more than {HOME_INODES} files and folders")
 
     def _count_below(self, fd: int, depth: int) -> None:
-        """Count what is below an open folder, which is closed. Raises Excess.
+        """Count what is below an open folder, and close it. Raises Excess.
 
-        Each folder is opened by its name in the folder above it, since a program may meanwhile put a symbolic link in
-        the place of a folder. What a program removes meanwhile does not count.
+        Each folder is opened by its name in the folder above it, because the program may meanwhile replace a folder
+        by a symbolic link. What the program removes meanwhile does not count.
         """
         memory, address, status = self._memory, self._address, self._status_address
         start = (depth - 1) * READ_BYTES
@@ -180,10 +180,10 @@ class DiskWatch:
         return found
 
     def _find_deleted(self, maps: io.FileIO, found: list[tuple[int, int]]) -> bool:
-        """Add inode and most bytes of the folder's files without a name; False if nothing is mapped at all.
+        """Add inode and maximum size of the folder's files without a name; return False if nothing is mapped at all.
 
-        One that is open, too, has been counted. Of others, nobody sees more than the part that is mapped. A name may
-        hold any byte but a line end.
+        A file that is also open has been counted. Of the others, only the mapped part can be seen. A name may hold any
+        byte except a line end.
         """
         memory, used, is_mapped = memoryview(self._memory), 0, False
         while count := maps.readinto(memory[used : used + READ_BYTES]):
@@ -198,9 +198,9 @@ class DiskWatch:
 
 @contextlib.contextmanager
 def acting_as(uid: int) -> Iterator[None]:
-    """With the rights of a user and its group where files are concerned.
+    """Take the file access rights of a user and its group for a block.
 
-    What a process has open may be seen by its own user, but by root only with a capability that containers take away.
+    A process's own user may see what it has open, but root only with a capability that containers take away.
     """
     if uid == os.geteuid():
         yield
@@ -216,7 +216,7 @@ def acting_as(uid: int) -> Iterator[None]:
 
 
 def _open_folder(parent: int, name: int, mode: int) -> int:
-    """Open a folder; -1 if that fails. One that its owner has locked is unlocked: else nothing below it would count."""
+    """Open a folder; return -1 if that fails. A locked folder is unlocked, or nothing below it would count."""
     if ~mode & stat.S_IRWXU:
         fd = openat(parent, name, OPEN_FOLDER | os.O_PATH)
         if fd < 0:
@@ -238,7 +238,7 @@ def _list(folder: str) -> list[str]:
 
 
 def _list_open(thread: str, *, may_be_new: bool) -> list[str]:
-    """What a thread has open. Raises Excess for one that does not show it, because its executable cannot be read.
+    """Return what a thread has open. Raises Excess if that is hidden because the thread's executable cannot be read.
 
     Args:
         may_be_new: it may be the worker's own child, which shows nothing until it is confined (isolation.py).
@@ -256,7 +256,7 @@ def _list_open(thread: str, *, may_be_new: bool) -> list[str]:
 
 
 def threads_of(pid: int) -> list[str]:
-    """Folders in /proc of the threads of a process. The first thread may have ended, and then shows nothing."""
+    """Return the folders in /proc of a process's threads. The first thread may have ended, and then shows nothing."""
     return _list(f"/proc/{pid}/task")
 
 
@@ -270,7 +270,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def tree_of(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     pids = [pid]
     for parent in pids:
         pids += children_of(parent)

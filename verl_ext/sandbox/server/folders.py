@@ -1,4 +1,4 @@
-"""The folder of a request: made, read after the program, and removed, whatever the program left in it."""
+"""Write the files of a request's folder, read them after the program, and remove whatever the program left."""
 
 import ctypes
 import errno
@@ -11,7 +11,7 @@ from .wire import NAME, address_of
 SCRIPT = "main.py"  # the submitted program; relative, so that tracebacks do not vary with the folder
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 MAX_FETCH_BYTES = 64 << 20  # all of `fetch_files` together
-# Why a file was left out, if it is not the kernel's reason.
+# Why a file was left out, unless the kernel's own message says it.
 LEFT_OUT = {
     errno.ENXIO: "not a regular file",
     errno.EBUSY: "a process of the program does not end",
@@ -21,11 +21,11 @@ OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO must not wait for a writer
 
 openat = ctypes.CDLL(None, use_errno=True).openat
-openat.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]  # the name by its address
+openat.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]  # the name is passed by its address
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a new file; with fewer steps, and so fewer pages touched, than open()."""
+    """Write a new file, in fewer steps than open() takes, and so touching fewer pages."""
     fd = os.open(path, NEW_FILE, 0o600)
     while content:
         content = content[os.write(fd, content) :]
@@ -33,7 +33,7 @@ def write_file(path: str, content: bytes) -> None:
 
 
 def open_unlinked(path: str, content: bytes) -> int:
-    """A file that holds `content`, open for reading from its start, and has no name any more."""
+    """Return a file descriptor of a nameless file that holds `content`, open for reading from its start."""
     write_file(path, content)
     fd = os.open(path, os.O_RDONLY)
     os.unlink(path)
@@ -41,11 +41,11 @@ def open_unlinked(path: str, content: bytes) -> int:
 
 
 def open_files(folder: str, body: int, count: int, offset: int, memory: mmap.mmap) -> list[tuple[int, int]]:
-    """Open regular files below `folder`, no symbolic link on the way.
+    """Open regular files below `folder`, following no symbolic link.
 
     Args:
         body: a request's memory file, which has the names (wire.py) from `offset` on.
-        memory: for one name at a time, since no object of this process may hold one.
+        memory: for one name at a time, because no object of this process may hold one.
     Returns:
         for each name: the open file and its size, or -1 and -errno (see LEFT_OUT).
     """
@@ -55,7 +55,7 @@ def open_files(folder: str, body: int, count: int, offset: int, memory: mmap.mma
         end = NAME.size + NAME.unpack_from(memory)[0]
         offset += end
         try:
-            if size < end:  # a program of a session has emptied it
+            if size < end:  # a session's program has emptied it
                 raise OSError(errno.ENODATA, "names of files")
             fd = open_inside(folder, memory, NAME.size, end)
         except OSError as exc:
@@ -75,7 +75,7 @@ def open_inside(folder: str, memory: mmap.mmap, start: int, end: int) -> int:
     """Open a file below `folder` for reading, by the parts of its path in `memory`, a NUL after each.
 
     Raises:
-        OSError: ELOOP, ENOTDIR: a link, or what is below one.
+        OSError: ELOOP, ENOTDIR: a link, or a path through one.
     """
     address = address_of(memory)
     directory = os.open(folder, OPEN_FOLDER)
@@ -91,7 +91,7 @@ def open_inside(folder: str, memory: mmap.mmap, start: int, end: int) -> int:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a request's folder; quick when it holds nothing but the program."""
+    """Remove a request's folder; quick if it holds only the program."""
     try:
         os.unlink(f"{folder}/{SCRIPT}")
         os.rmdir(folder)
@@ -100,7 +100,7 @@ def remove_folder(folder: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """`rm -rf`, which takes any depth and is cheaper here than importing shutil; unlocks folders if it has to.
+    """Call `rm -rf`, which takes any depth and is cheaper here than importing shutil; unlock folders if necessary.
 
     Raises:
         OSError: something could not be removed.

@@ -1,13 +1,13 @@
-"""Layers that keep a program from the rest of the machine: which of them work here, and entering them.
+"""Find out which layers keep a program from the rest of the machine, and enter them.
 
   zygote   probes each layer in a throw-away child, then moves to a read-only root (`enter_zygote`)
-  worker   takes a user id and namespaces of its own (`enter_worker`), and gives each program an empty folder
+  worker   takes its own user id and namespaces (`enter_worker`), and gives each program an empty folder
   program  gives up all privileges and is put under landlock and seccomp (`set_uid`, `confine`)
 
-Namespaces are a worker's, not a request's, which costs a request less and leaks nothing to the next one: all processes
-of a request are killed with its process namespace before it is answered, its files are in a tmpfs that is unmounted,
-and all else that a namespace keeps takes a capability to change, which a program has not, or a system call that seccomp
-denies (IPC objects). Where there is no seccomp, each program gets an IPC namespace of its own.
+Namespaces are made per worker, not per request, which makes a request cheaper and leaks nothing to the next one: all
+processes of a request are killed before it is answered, its files are in a tmpfs that is unmounted, and everything else
+that a namespace keeps takes a capability to change, which a program lacks, or a system call that seccomp denies (IPC
+objects). Without seccomp, each program gets its own IPC namespace.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from .folders import remove_folder
 from .visible import readable_paths
 
 # In the order of /v1/ping. `namespaces`: users, processes, network, IPC, host name. `root`: of the machine's files only
-# libraries, read-only, and a folder in memory. `proc`: a /proc of its own (else it is empty). `uid`: for a server that
-# runs as root, a user that owns nothing.
+# the libraries, read-only, plus a folder in memory. `proc`: its own /proc (otherwise empty). `uid`: a user that owns
+# nothing, for a server that runs as root.
 OPTIONAL = ("namespaces", "root", "proc", "landlock", "seccomp", "uid")
-STRONG = ("namespaces", "landlock", "seccomp")  # with none of these, `auto` refuses
-MAX_TASKS = 128  # processes and threads of one worker, its own included
+STRONG = ("namespaces", "landlock", "seccomp")  # without any of these, `auto` refuses to start
+MAX_TASKS = 128  # processes and threads of one worker, including its own
 MAX_PENDING_SIGNALS = 256
 MAX_LOCKED_BYTES = 1 << 20
 # The ids that systemd lends to services while they run (systemd.io/UIDS-GIDS): no file is theirs.
@@ -41,7 +41,7 @@ prctl, syscall = libc.prctl, libc.syscall  # found once, not by every program
 
 
 class IsolationError(Exception):
-    """Layers that were asked for do not work here; the message names them and says what to do."""
+    """A requested layer does not work here; the message names it and says what to do."""
 
 
 class Isolation:
@@ -50,9 +50,9 @@ class Isolation:
     Args:
         mode: "auto": all that work here; "full": all; "none": none.
         allow_subprocess: programs may start other programs.
-        root: an empty folder; where the `root` layer is off, those of the programs will be in it.
+        root: an empty folder; without the `root` layer, the programs' folders will be in it.
     Raises:
-        IsolationError: `full` and one layer does not work; `auto` and none of the strong ones does.
+        IsolationError: `full`, and a layer does not work; `auto`, and none of the strong ones does.
     """
 
     def __init__(self, mode: str, *, allow_subprocess: bool, root: str) -> None:
@@ -75,7 +75,7 @@ class Isolation:
             )
 
     def names(self) -> list[str]:
-        """The layers in force, as /v1/ping tells them."""
+        """Return the layers in force, as /v1/ping reports them."""
         return ["rlimits", *(name for name in OPTIONAL if name in self.layers)]
 
     # --- in the zygote
@@ -110,7 +110,7 @@ class Isolation:
         namespaces.unmount_home()
 
     def _try_landlock(self) -> None:
-        """With all rules, so that one which cannot be added turns the layer off, and with a look at what it does."""
+        """Enter it with all rules, so that a rule which cannot be added turns it off, and check that it works."""
         self._ruleset = self._make_ruleset(self.root)
         set_no_new_privs()
         landlock.restrict_self(self._ruleset)
@@ -125,14 +125,14 @@ class Isolation:
         seccomp.install(seccomp.prepare(seccomp.assemble(allow_subprocess=False)))
 
     def _try_uid(self) -> None:
-        """Without a root of our own, the interpreter may be below a folder that only root can enter."""
+        """Become the user, and check that it reaches the interpreter: it may be in a folder that only root enters."""
         if "root" in self.layers:
             namespaces.enter_root(self.root)
         set_uid(FIRST_UID)
         os.listdir(os.path.dirname(os.__file__))
 
     def enter_zygote(self) -> None:
-        """Move to the root of our own, if that layer is on."""
+        """Move to our own root, if that layer is on."""
         if "root" in self.layers:
             self._outside = os.open(os.path.dirname(self.root), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             namespaces.enter_root(self.root)
@@ -152,7 +152,7 @@ class Isolation:
         )
 
     def remove_root(self) -> bool:
-        """Remove the folder outside from within the root of our own; False when the layer is off."""
+        """Remove the folder outside from within our own root; return False if the layer is off."""
         if self._outside < 0:
             return False
         os.rmdir(os.path.basename(self.root), dir_fd=self._outside)
@@ -164,7 +164,7 @@ class Isolation:
         """Turn a fork of the zygote into a worker; may return in a child, whose parent has ended.
 
         Args:
-            name: of its folder; a number, another for each worker, and what no program can guess, after a hyphen.
+            name: of its folder: a number, different for each worker, a hyphen, and text that no program can guess.
         Returns:
             its process id as the server sees it.
         """
@@ -190,7 +190,7 @@ class Isolation:
             self._process_ids = namespaces.open_process_ids()
             namespaces.mount_proc() if "proc" in self.layers else namespaces.hide_proc()
             if "landlock" in self.layers:
-                # Good for all requests: a mount hides rules for what it covers, so the one for HOME is on its parent.
+                # Valid for all requests: a mount hides rules for what it covers, so the rule for HOME is on its parent.
                 self._ruleset = self._make_ruleset(os.path.dirname(self.folder))
         if self.layers:
             prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no program with our uid can trace us or read our memory
@@ -198,7 +198,7 @@ class Isolation:
 
     def _make_ruleset(self, writable: str) -> int:
         readable = readable_paths()
-        if self._outside >= 0:  # in the root of our own
+        if self._outside >= 0:  # in our own root
             readable += namespaces.FILES
         if "proc" in self.layers:
             readable.append("/proc")
@@ -207,7 +207,7 @@ class Isolation:
         )
 
     def restart_process_ids(self) -> None:
-        """Give the next process the lowest id that is free, in a namespace: else ids count what ran before."""
+        """Give the next process in a namespace the lowest free id; otherwise ids would count what ran before."""
         if self._process_ids >= 0:
             os.pwrite(self._process_ids, b"1", 0)
 
@@ -226,7 +226,7 @@ class Isolation:
             remove_folder(self.folder)
 
     def limit_programs(self) -> None:
-        """Resource limits that the programs of this worker inherit, and that are nothing to the worker."""
+        """Set resource limits that the programs of this worker inherit, and that do not affect the worker."""
         if not self.layers:
             return
         for kind, most in (
@@ -239,12 +239,12 @@ class Isolation:
     # --- in a program
 
     def become_user(self) -> None:
-        """Take the program's user id, if a worker has not taken it already; before it makes files."""
+        """Take the program's user id, if the worker has not taken it; call it before the program makes files."""
         if "uid" in self.layers and "namespaces" not in self.layers:
             set_uid(self.uid)
 
     def confine(self) -> None:
-        """Give up all privileges for good. What follows can use no file descriptor for more than a program may."""
+        """Give up all privileges for good. From here on no file descriptor can do more than a program may."""
         if not self.layers:
             return
         if self.layers & {"namespaces", "uid"}:  # else it would count processes that are not ours
@@ -266,7 +266,7 @@ class Isolation:
 
 
 def failure_in_child(function: Callable[[], None]) -> str:
-    """Call `function` in a child, or in what it forks there; "" when it returns, else the OSError that it raised."""
+    """Call `function` in a child, or in what it forks there; return "" or the OSError that it raised."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -287,7 +287,7 @@ def failure_in_child(function: Callable[[], None]) -> str:
 
 
 def set_uid(uid: int) -> None:
-    """Become another user and group, alone in no other; raises OSError."""
+    """Become another user and group, with no supplementary groups; raises OSError."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -300,7 +300,7 @@ def set_no_new_privs() -> None:
 
 
 def drop_capabilities() -> None:
-    """All sets that can give any; the bounding set needs none, since with no_new_privs an exec gives nothing."""
+    """Empty all sets that can grant capabilities; not the bounding set: with no_new_privs an exec grants none."""
     if syscall(CAPSET_NUMBER, CAPSET_HEADER, NO_CAPABILITIES):
         raise OSError(ctypes.get_errno(), "capset")
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)

@@ -1,6 +1,6 @@
-"""Landlock: what a program may open, by path, beside what file permissions and mounts say. No capability is needed.
+"""Landlock: limits by path what a program may open, besides file permissions and mounts. It needs no capability.
 
-From its version 4 on it also denies TCP, from 6 on signals and abstract sockets out of the program's own domain.
+From version 4 on it also denies TCP, from version 6 on signals and abstract sockets out of the program's own domain.
 """
 
 import ctypes
@@ -25,16 +25,16 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Of the kernel's Landlock, from 1 on; raises OSError where there is none or it is switched off."""
+    """Return the version of the kernel's Landlock, from 1 on; raises OSError if there is none or it is switched off."""
     return _call(CREATE_RULESET, None, 0, CREATE_RULESET_VERSION)
 
 
 def make_ruleset(*, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], execute: bool) -> int:
-    """File descriptor of a ruleset that denies all but what it names.
+    """Return the file descriptor of a ruleset that denies everything except what it names.
 
     Args:
         readable: files and folders, with all below.
-        writable: folders in which also to write, make and remove files (but no devices).
+        writable: folders in which files (but not devices) may also be written, made and removed.
         devices: files to read and write.
         execute: programs may be executed from `readable` and `writable`.
     Raises:
@@ -67,7 +67,7 @@ def restrict_self(ruleset: int) -> None:
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
-    """Add a rule; raises OSError, also for a path that does not exist: a missing rule must not go unnoticed."""
+    """Add a rule; raises OSError even for a path that does not exist, because a missing rule must not go unnoticed."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""Work on a large request or answer, which must not stop the event loop for all other requests."""
+"""Process a large request or answer without stopping the event loop for all other requests."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-LARGE_BYTES = 1 << 21  # what is smaller is done at once: it takes at most some 20 ms
+LARGE_BYTES = 1 << 21  # smaller work is done at once: it takes at most some 20 ms
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="large")
 _rests_until = 0.0
@@ -18,8 +18,8 @@ async def in_turn(size: int, function: Callable[..., Result], *args: Any) -> Res
     """Call a function at once for up to LARGE_BYTES, and otherwise in a thread, one call after the other.
 
     A step such as `json.loads` holds the interpreter's lock for as long as it takes, at most some tenths of a second
-    for the largest body. So the thread rests after each call for as long as the call took, and other requests have the
-    event loop then.
+    for the largest body. So the thread rests after each call for as long as the call took, which leaves the event loop
+    to other requests.
     """
     if size <= LARGE_BYTES:
         return function(*args)
@@ -27,7 +27,7 @@ async def in_turn(size: int, function: Callable[..., Result], *args: Any) -> Res
 
 
 def _call(function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-    global _rests_until  # only the one thread comes here
+    global _rests_until  # only the one thread runs this
     time.sleep(max(_rests_until - time.monotonic(), 0.0))
     started = time.monotonic()
     try:

@@ -1,8 +1,8 @@
-"""What the processes of a program hold in memory that RLIMIT_AS does not bound; their worker counts it while they run.
+"""Count the memory of a program's processes that RLIMIT_AS does not bound; their worker does so while they run.
 
 RLIMIT_AS bounds the pages of one process. It does not bound its page tables, which take twice as much if the pages lie
-far apart, nor what several processes have together, nor what waits in their sockets and pipes. A program may not make
-what could not be counted at all (seccomp.py).
+far apart, nor the sum over several processes, nor what waits in their sockets and pipes. Memory that could not be
+counted at all is denied to programs (seccomp.py).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from .wire import numbers_in
 
 STATUS = re.compile(rb".*?\nVmRSS:\s+(\d+) kB\n.*?\nVmPTE:\s+(\d+) kB\n", re.S)
 ROLLUP = re.compile(rb".*?\nPss:\s+(\d+) kB\n", re.S)
-# What fits in with what the kernel needs for it: Linux's net.core.wmem_default, and 16 pages.
+# Their capacity, including the kernel's overhead: Linux's net.core.wmem_default, and 16 pages.
 SOCKET_BYTES, PIPE_BYTES = 256 << 10, 64 << 10
 
 
@@ -40,7 +40,7 @@ def memory_excess(pids: Iterable[int], limit: int, *, uid: int, several: bool) -
                     buffers |= _buffers_of(thread) if several else {}
                     break
         total += sum(buffers.values())
-        if several and total > limit:  # to find out what is shared takes fifty times longer
+        if several and total > limit:  # only then, because finding out what is shared takes fifty times longer
             for thread, size in pages.items():
                 part = _sizes(f"{thread}/smaps_rollup", ROLLUP)
                 total += part[0] - size if part else 0  # none: its executable cannot be read
@@ -50,14 +50,14 @@ def memory_excess(pids: Iterable[int], limit: int, *, uid: int, several: bool) -
 
 
 def _sizes(path: str, lines: re.Pattern[bytes]) -> list[int]:
-    """Sizes in kB in a file in /proc, in bytes; none for what has ended, or may not be looked at."""
+    """Return in bytes the sizes that a file in /proc gives in kB; [] if its process has ended or may not be read."""
     with contextlib.suppress(OSError):
         return [int(number) << 10 for number in numbers_in(path, lines)]
     return []
 
 
 def _buffers_of(thread: str) -> dict[int, int]:
-    """Most bytes that each socket and pipe can hold, by inode."""
+    """Return the most bytes that each socket and pipe can hold, by inode."""
     found = {}
     with contextlib.suppress(OSError):  # it has ended, or closes files meanwhile
         for name in os.listdir(f"{thread}/fd"):

@@ -1,4 +1,4 @@
-"""What `GET /metrics` tells, in Prometheus' text format."""
+"""The metrics of `GET /metrics`, in Prometheus' text format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -38,7 +38,7 @@ class Metrics:
         return Histogram(name, text, registry=self._registry, buckets=SECONDS)
 
     def collect(self) -> list[CounterMetricFamily]:
-        """The counts that the pool keeps; called by the registry."""
+        """Return the counts that the pool keeps; called by the registry."""
         family = CounterMetricFamily("sandbox_restarts", "Processes that died or were killed.", labels=["process"])
         for process, count in self._pool.restarts.items():
             family.add_metric([process], count)

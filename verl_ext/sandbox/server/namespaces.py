@@ -1,6 +1,6 @@
-"""Namespaces and mounts: a root of its own, read-only, and per worker its own users, processes, network and IPC.
+"""Namespaces and mounts: a separate, read-only root, and for each worker its own users, processes, network and IPC.
 
-Raises OSError wherever the kernel or the container refuses; isolation.py then does without.
+These functions raise OSError if the kernel or the container refuses; isolation.py then does without the layer.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ MOUNT_SETATTR = 442  # system call, the same on every architecture; Linux 5.12
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 USER = 1000  # the id that a program sees as its own
-# The program's folder in the root built here; /tmp and /dev/shm lead there. Below /run, where no interpreter is, which
-# what is mounted there would hide.
+# The program's folder in the root built here; /tmp and /dev/shm lead there. It is below /run, where the mount hides no
+# interpreter.
 HOME = "/run/sandbox"
-HOME_BYTES = 128 << 20  # all files of a program; they are in memory, and beside its own limit
+HOME_BYTES = 128 << 20  # all files of a program; they are in memory, on top of its own limit
 HOME_INODES = 4096
-# Not /dev/zero: what is mapped of it, shared, is memory that no limit counts once a part is unmapped (seccomp.py).
+# Not /dev/zero: a shared mapping of it is memory that no limit counts once a part is unmapped (seccomp.py).
 DEVICES = [path for path in (f"/dev/{name}" for name in ("null", "full", "random", "urandom")) if os.path.exists(path)]
 LINKS = {
     **{"/tmp": HOME, "/dev/shm": HOME, "/dev/fd": "/proc/self/fd"},
@@ -44,8 +44,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 def enter_root(root: str) -> None:
     """Move this process to a mount namespace whose root holds only what a program may see, read-only.
 
-    For root the new namespace has the old users, so that workers can have user ids of their own; anyone else becomes
-    the only user of a new user namespace.
+    For root the new namespace keeps the users, so that workers can have their own user ids; anyone else becomes the
+    only user of a new user namespace.
 
     Args:
         root: an empty folder, which stays empty outside.
@@ -77,12 +77,12 @@ def enter_root(root: str) -> None:
     for path, target in LINKS.items():
         if not os.path.lexists(root + path):  # else this interpreter is below /tmp; programs have $TMPDIR
             os.symlink(target, root + path)
-    # The kernel lets a user namespace mount /proc only where all of one is visible already; workers mount theirs on it.
+    # The kernel lets a user namespace mount /proc only if a complete one is visible; workers mount theirs over it.
     _mount("/proc", f"{root}/proc", None, MS_BIND | MS_REC)
     for path in readable_paths():
         if not os.path.islink(path):
             _restrict(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, AT_RECURSIVE)
-    for path in DEVICES:  # still written to; but anybody may set the times of a file that anybody may write to
+    for path in DEVICES:  # still writable; but anybody may set the times of a file that anybody may write to
         _restrict(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, 0)
     os.chdir(root)
     number = PIVOT_ROOT[os.uname().machine]
@@ -93,10 +93,10 @@ def enter_root(root: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """New namespaces for this process, whose next child is process 1 of a new process namespace.
+    """Enter new namespaces; this process's next child is process 1 of a new process namespace.
 
     The network namespace has no interface that is up. This process has all capabilities in the user namespace, which
-    counts processes and threads by itself: RLIMIT_NPROC means those of one worker.
+    counts processes and threads separately: RLIMIT_NPROC means those of one worker.
     """
     uid, gid = os.geteuid(), os.getegid()
     _unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
@@ -105,12 +105,12 @@ def enter_namespaces() -> None:
 
 
 def new_ipc() -> None:
-    """An IPC namespace for this process alone."""
+    """Enter an IPC namespace that only this process has."""
     _unshare(CLONE_NEWIPC)
 
 
 def open_process_ids() -> int:
-    """The counter of this process namespace, to be set; -1 if this machine lets nobody do so. Before `mount_proc`."""
+    """Open this process namespace's id counter for writing; return -1 if that is refused. Call before `mount_proc`."""
     try:
         fd = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
@@ -124,17 +124,17 @@ def open_process_ids() -> int:
 
 
 def mount_proc() -> None:
-    """A /proc with only the processes of this process namespace, and nothing of the machine."""
+    """Mount a /proc with only the processes of this process namespace, and nothing of the machine."""
     _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=2")
 
 
 def hide_proc() -> None:
-    """An empty /proc, for where a fresh one is refused."""
+    """Mount an empty /proc, for a machine that refuses a fresh one."""
     _mount("tmpfs", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=2")
 
 
 def mount_home(*, execute: bool) -> None:
-    """An empty HOME."""
+    """Mount an empty HOME."""
     flags = MS_NOSUID | MS_NODEV | (0 if execute else MS_NOEXEC)
     _mount("tmpfs", HOME, "tmpfs", flags, f"size={HOME_BYTES},nr_inodes={HOME_INODES},mode=700")
 
@@ -149,7 +149,7 @@ def _unshare(flags: int) -> None:
 
 
 def _map_ids(uids: str, gids: str) -> None:
-    """Each "inside outside count"; setgroups has to be given up first."""
+    """Map user and group ids, each "inside outside count"; setgroups has to be denied first."""
     for name, content in (("setgroups", "deny"), ("uid_map", uids), ("gid_map", gids)):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(content)
@@ -172,7 +172,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _restrict(path: str, attributes: int, flags: int) -> None:
-    """Add mount attributes; unlike a remount, it need not repeat those that the mount has and must keep."""
+    """Add mount attributes; unlike a remount, this need not repeat those that the mount has and must keep."""
     change = struct.pack("=4Q", attributes, 0, 0, 0)
     _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, change, len(change)), f"mount_setattr {path}")
 

@@ -1,7 +1,7 @@
-"""The end of what a program has forked, where its worker or the zygote is killed and no process namespace ends with it.
+"""Kill a program's forks if its worker or the zygote is killed and no process namespace ends with it.
 
-A fork clears PR_SET_PDEATHSIG, so that a program's children outlive its worker; they are then children of the zygote.
-Its other children are workers, which are in its session as no program is.
+A fork clears PR_SET_PDEATHSIG, so a program's children outlive its worker; they are then children of the zygote. The
+zygote's other children are workers, which are in its session, unlike any program.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 from verl_ext.sandbox.server.disk import children_of, tree_of
 
-ORPHANS_S = 2.0  # until what was killed is gone; after that it is stuck in the kernel, and left to die by itself
+ORPHANS_S = 2.0  # for killed processes to be gone; after that they are stuck in the kernel, and left to die
 
 
 def kill_orphans(zygote: int | None, worker: int) -> None:
-    """Wait for the end of a worker, then kill all that is below the zygote and outside of its session.
+    """Wait for the end of a worker, then kill all processes below the zygote that are outside its session.
 
     Args:
-        zygote: process id; None when it has ended, and its children are no longer below it.
+        zygote: process id; None if it has ended, because its children are then no longer below it.
         worker: pidfd of a worker that was killed.
     """
     poller = select.poll()
@@ -34,7 +34,7 @@ def kill_orphans(zygote: int | None, worker: int) -> None:
 
 
 def kill_below(zygote: int) -> None:
-    """Kill the workers of a zygote, and all that is below them."""
+    """Kill the workers of a zygote, and all their descendants."""
     _kill(lambda: tree_of(zygote)[1:])
 
 
@@ -42,7 +42,7 @@ def _kill(find: Callable[[], list[int]]) -> None:
     deadline = time.monotonic() + ORPHANS_S
     while (pids := find()) and time.monotonic() < deadline:
         stopped: set[int] = set()
-        while not stopped.issuperset(pids) and time.monotonic() < deadline:  # what is stopped does not fork
+        while not stopped.issuperset(pids) and time.monotonic() < deadline:  # a stopped process does not fork
             _signal(pids, signal.SIGSTOP)
             stopped.update(pids)
             pids = find()

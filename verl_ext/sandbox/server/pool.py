@@ -1,7 +1,7 @@
 """The server's side of execution: a zygote process, its workers, and the queue for them.
 
-Nothing here knows of HTTP; what runs the code is in `zygote.py`, and what goes over a worker's socket in
-`connection.py` and `worker.py`.
+Nothing here knows of HTTP. The code runs in `zygote.py`; `connection.py` and `worker.py` are the two ends of a worker's
+socket.
 """
 
 import asyncio
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
-STALL_S = 1.0  # as worker.STALL_S
+STALL_S = 1.0  # like worker.STALL_S
 ANSWER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
 CONTROL = {"code": CONTROL_PROGRAM, "stdin": None, "run_timeout": 5.0, "memory_limit_MB": -1, "files": {}}
 CONTROL |= {"fetch_files": [], "echo_last_expression": False}
-CONTROL_S = 1.5  # for the control program beside a program that was lost
-ZYGOTE_END_S = 0.3  # for the end of a zygote to be seen, which takes its workers with it
+CONTROL_S = 1.5  # for the control program that runs after a program was lost
+ZYGOTE_END_S = 0.3  # for the end of a zygote, which takes its workers with it, to show
 MAX_REMEMBERED = 1024  # programs that were lost once
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
-# Not scipy, with which the fork of every program costs more, also of one that does not use it (docs/guides/sandbox.md).
+# Not scipy: with it every fork costs more, even for a program that does not use it (docs/guides/sandbox.md).
 PRELOAD = ("numpy", "sympy")
-# All that a program sees. One BLAS thread and two malloc arenas: both reserve address space per thread and per core,
-# so that on a large machine `import numpy` alone would be over a limit of 1024 MB.
+# All that a program sees. One BLAS thread and two malloc arenas, because both reserve address space per thread and per
+# core: on a large machine, a mere `import numpy` would exceed a limit of 1024 MB.
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
@@ -63,7 +63,8 @@ ENVIRONMENT = {
 
 
 async def within(seconds: float, awaited: Coroutine[Any, Any, Result]) -> Result:
-    """Its result. Time in which this process stood still (a frozen container, SIGSTOP) for STALL_S does not count.
+    """Return the awaited result. Time in which this process stood still for STALL_S (SIGSTOP, a frozen container) does
+    not count.
 
     Raises:
         TimeoutError: it took longer, and was cancelled.
@@ -86,7 +87,7 @@ async def within(seconds: float, awaited: Coroutine[Any, Any, Result]) -> Result
 
 
 class QueueTimeoutError(Exception):
-    """No worker became free within the request's queue budget; nothing ran."""
+    """A request that ran nothing, because no worker became free within its queue budget."""
 
 
 class Pool:
@@ -94,7 +95,7 @@ class Pool:
 
     Args:
         workers: programs that run at once; further requests wait in order of arrival.
-        max_output_bytes: kept of stdout and of stderr, each; more is read, counted and cut.
+        max_output_bytes: kept of stdout and of stderr each; more is read, counted and cut.
         isolation: "auto" (all layers that work, at least one strong one), "full" (all) or "none" (resource limits).
         allow_subprocess: programs may start other programs.
         preload: packages to import before any program, if they are installed.
@@ -121,25 +122,25 @@ class Pool:
             "allow_subprocess": allow_subprocess,
             "preload": list(preload),
         }
-        self.layers: list[str] = []  # as the newest worker told
+        self.layers: list[str] = []  # as the newest worker reported
         self.off: dict[str, str] = {}
         self._lost: dict[bytes, None] = {}  # programs that were lost once, by hash, oldest first
-        self._removals: set[asyncio.Task] = set()  # of what dead workers left
-        # Of workers. Programs get their users by them (isolation.py), and what counts by user, as RLIMIT_NPROC does, is
-        # not to be shared with programs of another server on this machine.
+        self._removals: set[asyncio.Task] = set()  # of what dead workers left behind
+        # Numbers of workers, which give programs their users (isolation.py). They start at random, because programs of
+        # another server on this machine must not share limits that count by user, such as RLIMIT_NPROC.
         self._numbers = itertools.count(secrets.randbelow(1 << 16))
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
         self._control_socket: socket.socket | None = None
 
     async def run(self, request: dict[str, Any], *, queue_timeout_s: float) -> tuple[dict[str, Any], float]:
-        """Wait for a free slot, then `execute`; gives its result and the seconds waited. Raises as `slot` and it do."""
+        """Wait for a free slot, then `execute`; return its result and the seconds waited. Raises what the two raise."""
         async with self.slot(queue_timeout_s) as queue_time:
             return await self.execute(request, spare_s=queue_timeout_s - queue_time), queue_time
 
     @asynccontextmanager
     async def slot(self, queue_timeout_s: float) -> AsyncIterator[float]:
-        """Wait for the right to execute, in order of arrival; gives the seconds waited. Raises QueueTimeoutError."""
+        """Wait for the right to execute, in order of arrival; yield the seconds waited. Raises QueueTimeoutError."""
         arrived = time.monotonic()
         self.waiting += 1
         try:
@@ -159,8 +160,8 @@ class Pool:
     async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
 
-        A program whose worker died or failed is run again. When the second worker does, too, while a control program
-        runs well, the program is to blame: it counts as killed (return code -9).
+        A program whose worker died or failed is run again. If the second worker also dies or fails while a control
+        program runs well, the program is to blame: it counts as killed (return code -9).
 
         Args:
             request: the fields of `api.RunCodeRequest`, with `files` as {path: bytes}.
@@ -168,10 +169,10 @@ class Pool:
                 again here; it is remembered, so that the client's next attempt counts as the second.
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code, execution_time (s), stdout, stderr,
-            files {path: memoryview}, not_fetched {path: why}, alive (of a session: it goes on).
+            files {path: memoryview}, not_fetched {path: why}, alive (the session continues).
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
-            ZygoteEndedError: see there; not where a program could have done it.
+            ZygoteEndedError: see there; not raised if a program could have caused it.
         """
         started = time.monotonic()
         try:
@@ -197,7 +198,7 @@ class Pool:
         return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
 
     async def _ended(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a program gave that was not lost: whatever killed its worker before, the program did not."""
+        """Return the result of a program that is not lost, and forget an earlier loss, which was not its doing."""
         result = await self._execute(request)
         if self._lost:
             self._lost.pop(digest(request), None)
@@ -217,7 +218,7 @@ class Pool:
         return result
 
     async def _control(self) -> str | None:
-        """Run the control program past the queue; None when it ran as it should, else what it did instead."""
+        """Run the control program past the queue; return None if it ran as it should, else what it did instead."""
         try:
             async with asyncio.timeout(CONTROL_S):
                 return wrong_with_control(await self._execute(CONTROL))
@@ -225,10 +226,10 @@ class Pool:
             return str(exc) or f"it did not end within {CONTROL_S:g} s"
 
     async def take_worker(self) -> Worker:
-        """A worker that nobody else uses; the caller closes it. Raises SandboxError."""
+        """Return a worker that nobody else uses; the caller closes it. Raises SandboxError."""
         while self._idle:
             worker = self._idle.pop()
-            # One that outlived its zygote is not used: that end would later excuse a program which kills its worker.
+            # One that outlived its zygote is not used: that end would later excuse a program that kills its worker.
             if worker.is_alive() and worker.zygote.poll() is None:
                 return worker
             logger.error("an idle sandbox worker or its zygote died; starting another")
@@ -237,16 +238,16 @@ class Pool:
         return await self._start_worker()
 
     async def call(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        """`execute` in a given worker; with `session`, its program stays for the next call if the result is `alive`.
+        """Execute a request in a given worker; with `session`, its program stays for the next call if it is `alive`.
 
-        `spent` says that the worker can take no further request. A program that ran, and whose worker does not answer
-        after the time limit, while a control program runs well, was stopped at that limit as far as anyone can tell.
+        `spent` says that the worker can take no further request. If a program ran and its worker does not answer after
+        the time limit, while a control program runs well, the program counts as stopped at that limit.
         """
         try:
             header, blobs = await within(request["run_timeout"] + ANSWER_GRACE_S, worker.call(request))
         except (OSError, EOFError) as exc:  # TimeoutError is an OSError
             removal = self._discard(worker)
-            if isinstance(exc, TimeoutError):  # what hangs may be the disk: the removal is not awaited
+            if isinstance(exc, TimeoutError):  # the disk may be hanging: the removal is not awaited
                 failure = SandboxError("the worker that ran the program did not answer")
                 if not worker.started:
                     raise failure from exc
@@ -266,7 +267,7 @@ class Pool:
         return with_blobs(header, blobs)
 
     def _discard(self, worker: Worker) -> asyncio.Task:
-        """Kill a worker that can take no request; the task removes the processes and files that it no longer can."""
+        """Kill a worker that can take no request; the returned task removes its processes and files in its place."""
         self.restarts["worker"] += 1
         zygote = worker.zygote.pid if worker.zygote.poll() is None else None  # else the id may be another's
         left = (zygote, worker.kill(), worker.folder)
@@ -276,10 +277,10 @@ class Pool:
         return removal
 
     def _zygote_ended(self, message: str) -> SandboxError:
-        """The error for a worker that went with its zygote: a ZygoteEndedError where no program can do that.
+        """Return the error for a worker that died with its zygote: a ZygoteEndedError if no program can cause that.
 
-        The filter allows no fork, and no signal but to what is in the program's own namespace or is the program itself.
-        Without it the client counts this failure as every other, so that no program can excuse itself by it.
+        The filter allows no fork, and signals only within the program's own namespace or to the program itself.
+        Without it the client counts this failure like any other, so that no program can excuse itself by it.
         """
         is_safe = "seccomp" in self.layers and not self._options["allow_subprocess"]
         return (ZygoteEndedError if is_safe else SandboxError)(message)
@@ -304,7 +305,7 @@ class Pool:
                 self.restarts["zygote"] += 1
                 logger.error("the sandbox zygote died (exit code %d); starting another", self._zygote.returncode)
             self._start_zygote()
-        # Landlock lets a program look at any path that it knows, so that it must not guess another one's folder.
+        # Landlock lets a program look at any path that it knows, so a folder's name must not be guessable.
         name = f"{next(self._numbers)}-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
         worker = Worker(ours, self._root / name, self._zygote)
@@ -345,13 +346,13 @@ class Pool:
 
 
 async def _has_ended(zygote: subprocess.Popen) -> bool:
-    """Whether what killed a worker killed its zygote, too, which is no program's doing; an end takes a while."""
+    """Return whether the zygote ended together with its worker; wait first, because its end takes a while to show."""
     await asyncio.sleep(ZYGOTE_END_S)
     return zygote.poll() is not None
 
 
 async def _kill_zygote(zygote: subprocess.Popen, why: str) -> None:
-    """Kill it and its workers. Not in the event loop: what is stuck in the kernel takes seconds, or never ends."""
+    """Kill a zygote and its workers, in a thread: a process stuck in the kernel takes seconds to end, or never does."""
 
     def kill() -> None:
         kill_below(zygote.pid)
@@ -365,7 +366,7 @@ async def _kill_zygote(zygote: subprocess.Popen, why: str) -> None:
 
 
 def _remove_what_is_left(zygote: int | None, worker: int, folder: Path) -> None:
-    """Processes and files of a worker that was killed; see `kill_orphans`. Closes `worker`."""
+    """Remove the processes and files of a worker that was killed; see `kill_orphans`. Closes `worker`."""
     try:
         kill_orphans(zygote, worker)
     finally:
@@ -374,14 +375,14 @@ def _remove_what_is_left(zygote: int | None, worker: int, folder: Path) -> None:
 
 
 def wrong_with_control(result: dict[str, Any]) -> str | None:
-    """What the control program did instead of what it should; None for nothing."""
+    """Return what the control program did wrong; None if it ran as it should."""
     return None if result["stdout"] == CONTROL_OUTPUT else f"{CONTROL_PROGRAM} gave {result}"
 
 
 def _blamed(
     request: dict[str, Any], status: str, return_code: int | None, stderr: str, execution_time: float
 ) -> dict[str, Any]:
-    """The result of a program of which nothing is left but that it was lost by its own doing."""
+    """Return the result of a program that was lost by its own doing, and left nothing else."""
     return {
         "status": status,
         "return_code": return_code,

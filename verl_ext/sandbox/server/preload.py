@@ -1,6 +1,6 @@
-"""Packages imported once, in the zygote: what a program would spend most of its time importing is there when it starts.
+"""Import packages once, in the zygote, because a program would spend most of its time importing them.
 
-Each is also used once, since much is imported, cached or built at first use.
+Each is also used once, because much is imported, cached or built at first use.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ expand((x + y) ** 3), str(simplify(sin(x) ** 2 + (1 - sin(x) ** 2))), sqrt(Ratio
 
 
 def preload(names: list[str]) -> None:
-    """Import and use what is installed of `names`; raises whatever an installed one raises."""
+    """Import and use the packages of `names` that are installed; raises whatever an installed one raises."""
     for name in ("math", "random", *names):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
@@ -45,9 +45,9 @@ def preload(names: list[str]) -> None:
 
 
 def unlock_sqlite() -> None:
-    """Have SQLite lock no file by default, where locks are denied: nobody else uses the files of a program.
+    """Have SQLite lock no file by default, because locks are denied: nobody else uses the files of a program.
 
-    Nothing is changed where Python has no SQLite, or one that shows no C functions.
+    This changes nothing if Python has no SQLite, or one that exposes no C functions.
     """
     with contextlib.suppress(ImportError, AttributeError, OSError):
         library = ctypes.CDLL(importlib.import_module("_sqlite3").__file__)
@@ -57,26 +57,26 @@ def unlock_sqlite() -> None:
 
 
 def do_without_epoll() -> None:
-    """Have asyncio wait by poll(), where epoll is denied."""
+    """Have asyncio wait by poll(), because epoll is denied."""
     selectors.DefaultSelector = selectors.PollSelector
 
 
 def do_without_statvfs() -> None:
-    """Have multiprocessing share memory in the program's folder, where asking how full /dev/shm is is denied."""
+    """Have multiprocessing share memory in the program's folder, because statvfs() of /dev/shm is denied."""
     multiprocessing.heap.Arena._dir_candidates = []
 
 
 def count_shared_memory(*, between_processes: bool) -> None:
-    """Have `mmap.mmap(-1, ...)` give memory that a limit counts, where shared memory without a file is denied."""
+    """Have `mmap.mmap(-1, ...)` give memory that a limit counts, because shared memory without a file is denied."""
     CountedMemory.between_processes = between_processes
     mmap.mmap = CountedMemory
 
 
 class CountedMemory(mmap.mmap):
-    """`mmap.mmap`, which replaces shared memory without a file by other memory.
+    """A `mmap.mmap` that replaces shared memory without a file by other memory.
 
-    Where a program is one process, it sees no difference if the memory is private. Elsewhere a file of its folder that
-    has no name holds the memory, which is then limited as files are.
+    If a program is one process, private memory makes no difference to it. Otherwise an unnamed file of its folder holds
+    the memory, which is then limited as files are.
     """
 
     between_processes = False
@@ -105,30 +105,30 @@ class CountedMemory(mmap.mmap):
 
 
 def use_huge_pages() -> None:
-    """Move this process's memory into pages of 2 MiB, where the kernel can (Linux 6.1) and /proc is not empty.
+    """Move this process's memory into pages of 2 MiB, if the kernel can (Linux 6.1) and /proc is not empty.
 
-    A fork then copies 512 times fewer page table entries: 1.5 ms less of a request that takes 8. What a fork of
-    this process writes to is split in the fork, whose own forks then cost more again.
+    A fork then copies 512 times fewer page table entries, which saves 1.5 ms of a request that takes 8. Pages that a
+    fork of this process writes to are split in the fork, whose own forks then cost more again.
     """
     madvise = ctypes.CDLL(None).madvise
     try:
         with open("/proc/self/maps") as file:
             lines = [line.split() for line in file]
-    except FileNotFoundError:  # a worker's, where a /proc of its own is refused
+    except FileNotFoundError:  # in a worker whose own /proc was refused
         return
     for addresses, permissions, _, _, inode, *_ in lines:
         if permissions != "rw-p" or inode != "0":
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
         for huge in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
-            # Fails for what is not in use, which is as well.
+            # This fails for memory that is not in use, which does no harm.
             madvise(ctypes.c_void_p(huge), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
 def renew() -> None:
-    """Before the fork of each program, in its worker: new random states, of which no two programs may have the same.
+    """Make new random states, in the worker before each fork, because no two programs may have the same.
 
-    And what was found out elsewhere (folders) is forgotten.
+    Also forget the temporary folder that was found elsewhere.
     """
     modules = sys.modules
     modules["random"].seed()

@@ -1,4 +1,4 @@
-"""The processes of a program, as its worker sees them: told, stopped, counted and killed."""
+"""The worker's view of a program's processes: it messages, stops, counts and kills them."""
 
 import contextlib
 import errno
@@ -14,8 +14,8 @@ from typing import NamedTuple
 from .disk import tree_of
 from .program import CHUNK, RETURN_CODE, TOKEN_BYTES
 
-STOP_S = 1.0  # for the program of a session to stop after a call, or else it is killed
-KILL_S = 1.0  # for what was killed to be gone; after that it is stuck in the kernel, and left to die by itself
+STOP_S = 1.0  # for a session's program to stop after a call; otherwise it is killed
+KILL_S = 1.0  # for killed processes to be gone; after that they are stuck in the kernel, and left to die by themselves
 SEND_FDS_S = 3.0  # to send a file descriptor while the user's other processes have too many in flight
 CPUCLOCK_SCHED = 2  # linux/posix-timers.h: the clock of all threads of a process
 
@@ -30,7 +30,7 @@ class Program(NamedTuple):
     token: bytearray  # begins each message of a session's program; empty until the program has sent it
 
     def call(self, body: int) -> None:
-        """Have the program of a session go on with the next request; that it is dead is seen by who waits for it.
+        """Have a session's program continue with the next request; whoever waits for it sees if it is dead.
 
         Raises:
             OSError: too many file descriptors of others are in flight.
@@ -45,7 +45,7 @@ class Program(NamedTuple):
                 if exc.errno != errno.ETOOMANYREFS:
                     return
                 if any(fcntl.ioctl(self.control, termios.TIOCOUTQ, bytes(4))):
-                    # It has said that calls are done which it has not received: it has them in flight itself.
+                    # The program reported calls as done that it has not received: they are in flight by its own doing.
                     self.signal(signal.SIGKILL)
                     return
                 if time.monotonic() > deadline:
@@ -59,27 +59,27 @@ class Program(NamedTuple):
             return None
 
     def return_code(self, message: bytes | None) -> int | None:
-        """None when the message is not one of program.py's: the program is not to be trusted to go on."""
+        """Return the message's return code; None if program.py did not send it, and the program cannot be trusted."""
         if not message or not self.token or not message.startswith(self.token):
             return None
         code = message[TOKEN_BYTES:]
         return RETURN_CODE.unpack(code)[0] if len(code) == RETURN_CODE.size else None
 
     def stop(self) -> bool:
-        """Neither CPU time nor output until the next call; False when it did not stop or has ended, on purpose even."""
+        """Stop all processes until the next call; return False if the program did not stop or has ended, in any way."""
         self.signal(signal.SIGSTOP)
         deadline = time.monotonic() + STOP_S
         try:
-            while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun is ended first
+            while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun completes first
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.0001)
-        except ChildProcessError:  # it has ended, and whoever is dead cannot be waited for to stop
+        except ChildProcessError:  # it has ended, and a dead process cannot be waited for to stop
             return False
         return True
 
     def pids(self) -> list[int]:
-        """Its process and all others that it has started; some may have ended.
+        """Return the program's process first, then all others that it has started; some may have ended.
 
         A worker has no other children, and becomes the parent of what the program's children leave behind.
         """
@@ -90,7 +90,7 @@ class Program(NamedTuple):
         return [self.pid, *(pid for pid in pids if pid != self.pid)]
 
     def cpu_s(self, *, with_others: bool = True) -> float:
-        """CPU time that its processes have used, as far as they can be seen; without others, that of the first."""
+        """Return the CPU time of its processes, as far as they can be seen; without others, that of the first."""
         total = 0.0
         for pid in self.pids() if with_others else [self.pid]:
             with contextlib.suppress(OSError):  # it has ended
@@ -98,7 +98,7 @@ class Program(NamedTuple):
         return total
 
     def signal(self, number: int) -> None:
-        """To all of the program's processes; without a process namespace, to those that have not left its session."""
+        """Signal all of the program's processes; without a process namespace, only those still in its process group."""
         with contextlib.suppress(ProcessLookupError):
             if os.getpid() == 1:
                 os.kill(-1, number)
@@ -116,14 +116,14 @@ def kill_all(program: Program) -> tuple[int | None, bool]:
     """Kill the program's session and every process that descends from it.
 
     Returns:
-        (the program's wait status, None when it is not gone within KILL_S; whether all are gone).
+        (the program's wait status, None if it is not gone within KILL_S; whether all are gone).
     """
     deadline = time.monotonic() + KILL_S
-    if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
+    if os.getpid() == 1:  # in a process namespace all others are the program's; kill them at once, so that none forks
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     else:
-        for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
+        for kill in (os.killpg, os.kill):  # the group does not exist yet if the time was over before setsid()
             with contextlib.suppress(ProcessLookupError):
                 kill(program.pid, signal.SIGKILL)
     poller = select.poll()
@@ -136,7 +136,7 @@ def kill_all(program: Program) -> tuple[int | None, bool]:
         if time.monotonic() > deadline:
             return None, False
         time.sleep(0.001)
-    while True:  # what left the session is now our child, or becomes it when its parent is killed
+    while True:  # a process that left the session is our child, or becomes it when its parent is killed
         try:
             reaped, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:

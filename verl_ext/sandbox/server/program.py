@@ -24,9 +24,9 @@ from .isolation import limit
 from .wire import REQUEST
 
 SCRIPT = folders.SCRIPT
-CONTROL_FD = 3  # in a session: here it says that a call is done, and gets the next one
+CONTROL_FD = 3  # in a session, the program reports here that a call is done, and gets the next one
 CHUNK = 1 << 16  # bytes, as large as a pipe
-RETURN_CODE = struct.Struct("<i")  # what it says there after a call, after its token
+RETURN_CODE = struct.Struct("<i")  # sent there after a call, following the token
 TOKEN_BYTES = 16
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -35,7 +35,7 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def become_program(worker: Any, request: Any, stdout: int, stderr: int, control: socket.socket | None) -> NoReturn:
-    """Turn a fresh fork of the worker into the program and run it; leaves with the exit code CPython would give."""
+    """Turn a fresh fork of the worker into the program and run it; exits with the code that CPython would give."""
     code = 1
     try:
         try:
@@ -60,28 +60,28 @@ def become_program(worker: Any, request: Any, stdout: int, stderr: int, control:
 
 
 def run_session(call: dict[str, Any], folder: str) -> int:
-    """Run the calls of a session, of which the first is here; returns the exit code of one that forked, in the fork.
+    """Run the calls of a session, starting with `call`; returns only in a fork that a call made, its exit code.
 
     A return code counts only after a token, which the worker gets before any submitted code runs: what that code
-    writes to CONTROL_FD by itself is no return code.
+    writes to CONTROL_FD by itself is not a return code.
     """
     box: list[Any] = [os.urandom(TOKEN_BYTES)]
     os.write(CONTROL_FD, box[0])
     pid, calls, script = os.getpid(), 1, SCRIPT
     while True:
         code = run_without_token(call, script, box)
-        if os.getpid() != pid:  # what it forked itself, and did not leave, ends as any program does
+        if os.getpid() != pid:  # a fork of the submitted code that did not exit ends as any program does
             return code
         calls += 1
-        script = f"main{calls}.py"  # of its own, so that tracebacks through earlier calls show their lines
+        script = f"main{calls}.py"  # separate, so that tracebacks through earlier calls show their lines
         call = next_call(code, box, folder, script)
 
 
 def run_without_token(call: dict[str, Any], script: str, box: list[Any]) -> int:
-    """`run`, while the token is in no frame and no object that Python shows.
+    """Call `run` while the token is in no frame and no object that Python shows.
 
-    CPython empties a list while it sorts it: the items are then in C variables alone. So the code runs as a sort key.
-    Who searches the memory itself can still find it.
+    CPython empties a list while it sorts it: the items are then only in C variables. So the code runs as a sort key.
+    A search of the memory itself can still find the token.
     """
     runner = Runner(call, script)
     box.append(runner)
@@ -98,7 +98,7 @@ class Runner:
 
     def __hash__(self) -> int:
         self.code = run(self.call, self.script)
-        try:  # both here, since they run code of the program's: a stream and a trace function may be its own
+        try:  # both here, because they run the program's code: a stream and a trace function may be its own
             flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         finally:
             sys.settrace(None)
@@ -107,7 +107,7 @@ class Runner:
 
 
 def enter(worker: Any, request: Any, stdout: int, stderr: int, bounded: bool) -> dict[str, Any]:
-    """Session, folder, files, streams and, if `bounded`, CPU limit of the program; returns what it is to run."""
+    """Set up the program's session, folder, files, streams and, if `bounded`, CPU limit; return the call to run."""
     os.setsid()
     worker.layers.become_user()
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -115,7 +115,7 @@ def enter(worker: Any, request: Any, stdout: int, stderr: int, bounded: bool) ->
     call = read_call(request.body, worker.folder, SCRIPT)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    if bounded:  # the wall clock alone bounds each call of a session, which is stopped in between
+    if bounded:  # only the wall clock bounds each call of a session, which is stopped in between
         cpu_s = cpu_limit_s(request.run_timeout)
         limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
     _signal.signal(SIGINT, _signal.default_int_handler)
@@ -129,8 +129,8 @@ def cpu_limit_s(run_timeout: float) -> int:
 
 
 def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
-    """Read what to run from the memory file `body`; writes its files and the code, which becomes `source` (bytes)."""
-    call = marshal.loads(os.pread(body, os.fstat(body).st_size, REQUEST.size))  # what follows is the worker's
+    """Read the call from the memory file `body`; write its files and the code, which becomes `source` (bytes)."""
+    call = marshal.loads(os.pread(body, os.fstat(body).st_size, REQUEST.size))  # the rest is for the worker
     call["source"] = call["code"].encode("utf-8", "surrogatepass")
     for path, content in call["files"].items():  # the server has checked the paths
         if content is not None:
@@ -140,7 +140,7 @@ def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
     folders.write_file(f"{folder}/{script}", call["source"])
     if call["stdin"]:
         stdin = folders.open_unlinked(os.path.join(folder, ".stdin"), call["stdin"].encode("utf-8", "surrogatepass"))
-    else:  # opened anew: what is open already, offset and flags with it, is the same for all programs
+    else:  # opened anew: an open one is the same for all programs, with its offset and flags
         stdin = os.open(os.devnull, os.O_RDONLY)
     os.dup2(stdin, 0)
     os.close(stdin)
@@ -148,10 +148,10 @@ def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
 
 
 def next_call(return_code: int, box: list[Any], folder: str, script: str) -> dict[str, Any]:
-    """Tell the worker that a call of the session is done; returns the next one. Exits when there is none.
+    """Report to the worker that a call of the session is done, and return the next one; exit if there is none.
 
-    A program that has made it impossible (no space or file descriptors left, a timer that raises) ends with exit code 1
-    and the reason on stderr: the code of the call has not run, which must not look like success.
+    A program that has made this impossible (no space or file descriptors left, a timer that raises) ends with exit code
+    1 and the reason on stderr: the code of the call has not run, which must not look like success.
     """
     try:
         control = socket.socket(fileno=CONTROL_FD)
@@ -172,7 +172,7 @@ def next_call(return_code: int, box: list[Any], folder: str, script: str) -> dic
 
 
 def run(call: dict[str, Any], script: str) -> int:
-    """Execute code in `__main__`, print the exception that ends it; returns the exit code (-SIGINT: interrupted)."""
+    """Execute code in `__main__` and print the exception that ends it; return the exit code (-SIGINT: interrupted)."""
     try:
         execute(call["source"], script, call["echo_last_expression"])
     except SystemExit as exc:
@@ -202,7 +202,7 @@ def execute(source: bytes, script: str, echo: bool) -> None:
 
 
 def exit_code(exc: SystemExit) -> int:
-    """As Py_HandleSystemExit: None is 0, an int its last byte, anything else is printed to stderr and 1."""
+    """Return Py_HandleSystemExit's code: None is 0, an int its last byte, anything else is printed to stderr and 1."""
     if exc.code is None or isinstance(exc.code, int):
         code = exc.code or 0
         return code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF
@@ -218,23 +218,23 @@ def print_exception(exc: BaseException) -> None:
     exc.__traceback__ = frames
     try:
         sys.excepthook(type(exc), exc, frames)
-    except BaseException:  # a broken hook of the program's: the default one reports what it was called for
+    except BaseException:  # the program's hook is broken: the default one reports the exception
         sys.__excepthook__(type(exc), exc, frames)
 
 
 def shut_down() -> bool:
-    """What Py_FinalizeEx does for a program: join threads, atexit, destructors, flush. False: a flush failed."""
+    """Do what Py_FinalizeEx does: join threads, atexit, destructors, flush. Return False if a flush failed."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
     flushed = flush(sys.stdout, sys.stderr)
-    sys.modules.pop("__main__", None)  # with the last reference go its objects: open files get flushed, __del__ runs
+    sys.modules.pop("__main__", None)  # its objects go with the last reference: open files get flushed, __del__ runs
     gc.collect()
     return flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) and flushed
 
 
 def flush(*streams: Any) -> bool:
-    """Flush what is not closed; False when one could not be."""
+    """Flush the streams that are not closed; return False if one could not be flushed."""
     flushed = True
     for stream in streams:
         try:
@@ -246,7 +246,7 @@ def flush(*streams: Any) -> bool:
 
 
 def make_main_module(folder: str) -> types.ModuleType:
-    """`__main__` as it is before the first line of `python main.py`."""
+    """Return `__main__` as it is before the first line of `python main.py`."""
     module = types.ModuleType("__main__")
     path = os.path.join(folder, SCRIPT)
     loader = sys.modules["_frozen_importlib_external"].SourceFileLoader("__main__", path)

@@ -1,10 +1,10 @@
 """System calls that a program may not make: a deny list, assembled here into a filter for the kernel (x86_64 only).
 
-A denied call fails with EPERM, so that Python raises PermissionError; one that libc is known to replace when it is
+A denied call fails with EPERM, so Python raises PermissionError. A call that libc is known to replace when it is
 missing, or that is newer than this list, fails with ENOSYS. A call that is advice, or that waits for a disk that the
 program's files are not on, succeeds and does nothing. Everything else is allowed: the kernel answers those calls from a
-bitmap, without running the filter. Of the calls that each stand for many (fcntl, ioctl, prctl, socket options), a
-program may use only what is listed here, because kernels and file systems add to them.
+bitmap, without running the filter. Of the calls that combine many operations (fcntl, ioctl, prctl, socket options), a
+program may use only those listed here, because kernels and file systems add to them.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ DENIED = {
     **{"ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "pidfd_getfd": 438},
     **{"pidfd_send_signal": 424, "process_madvise": 440, "process_mrelease": 448, "move_pages": 279},
     **{"migrate_pages": 256, "ioprio_set": 251},
-    # namespaces, mounts, file handles (which pass by the path and so by every check of it)
+    # namespaces, mounts, file handles (which bypass the path and so every check of it)
     **{"unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "fsopen": 430},
     **{"fsconfig": 431, "fsmount": 432, "fspick": 433, "move_mount": 429, "open_tree": 428, "mount_setattr": 442},
     **{"statmount": 457, "listmount": 458, "open_by_handle_at": 304, "name_to_handle_at": 303, "swapon": 167},
@@ -30,18 +30,18 @@ DENIED = {
     **{"userfaultfd": 323, "keyctl": 250, "add_key": 248, "request_key": 249, "init_module": 175},
     **{"finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320, "iopl": 172},
     **{"ioperm": 173, "modify_ldt": 154, "personality": 135, "lookup_dcookie": 212, "uselib": 134, "nfsservctl": 180},
-    # the whole machine: its clock, log, name, and writing all of its dirty pages, which no signal interrupts
+    # the whole machine: its clock, log and name, and writing all of its dirty pages, which no signal interrupts
     **{"reboot": 169, "syslog": 103, "acct": 163, "settimeofday": 164, "clock_settime": 227, "adjtimex": 159},
     **{"clock_adjtime": 305, "sethostname": 170, "setdomainname": 171, "vhangup": 153, "sync": 162},
     **{"syncfs": 306},
     # how full the machine's file systems are, and which kinds it knows
     **{"statfs": 137, "fstatfs": 138, "ustat": 136, "sysfs": 139},
-    # what one program does to a file of the machine, which it may only read, and another one sees: locks, events, which
-    # pages are in memory (fcntl() and preadv2() are among the conditions below)
+    # marks on the machine's files, which are only readable, that another program would see: locks, events, which pages
+    # are in memory (fcntl() and preadv2() are among the conditions below)
     **{"flock": 73, "inotify_init": 253, "inotify_init1": 294, "inotify_add_watch": 254, "mincore": 27},
     **{"cachestat": 451},
-    # File descriptors in flight count for the user, not for the program: 500 of them would end all other programs'
-    # requests. Python's send() is sendto().
+    # File descriptors in flight count per user, not per program: 500 of them would end all other programs' requests.
+    # Python's send() is sendto().
     **{"sendmsg": 46, "sendmmsg": 307},
     # network, and sockets of services on this machine; a socketpair has its peer already
     **{"socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288},
@@ -58,16 +58,16 @@ DENIED = {
     **{"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446, "seccomp": 317},
 }
 PRETENDED = {
-    # fsync() of a file in memory does nothing anyway. Of a file of the machine it may wait for a slow disk, beyond
+    # fsync() of a file in memory does nothing anyway. On a file of the machine it may wait for a slow disk, even after
     # SIGKILL.
     **{"fsync": 74, "fdatasync": 75, "sync_file_range": 277, "msync": 26, "fadvise64": 221, "readahead": 187},
-    # With -1 for user and group, anybody may call it on any file, whose ctime it sets for all programs to see.
+    # With -1 for user and group, anybody may call these on any file; they set its ctime, which all programs see.
     **{"chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260},
 }
-# What Landlock does not stop where no mount is read-only. Modes and times are advice, which programs give their own
-# files, too (shutil.copy). With the server's user, a program could change the mode of any file of that user.
+# Landlock does not stop these three groups if no mount is read-only. Modes and times are advice, which programs also
+# give their own files (shutil.copy). With the server's user, a program could change the mode of that user's files.
 MODES = {"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452}
-# Of a file or folder that anybody may write to, such as /dev/null, anybody may set these.
+# Anybody may set these on a file or folder that anybody may write to, such as /dev/null.
 TIMES = {"utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280}
 EXTENDED_ATTRIBUTES = {
     **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "removexattr": 197},
@@ -76,17 +76,17 @@ EXTENDED_ATTRIBUTES = {
 DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
 FALLOCATE = 285
 CLONE3 = 435  # its flags are in memory, which a filter cannot read; libc falls back to clone()
-NEWEST = 466  # removexattrat (Linux 6.13): what comes after it has not been looked at; the x32 calls are above, too
+NEWEST = 466  # removexattrat (Linux 6.13): later calls have not been reviewed; the x32 calls are also above it
 
-# linux/sched.h. A thread shares all that it can, as those of every libc do: one with a table of files of its own could
-# open as many files as the program may, again.
+# linux/sched.h. A thread must share all that it can, as every libc's threads do: with a separate table of files, it
+# could open as many files again as the program may.
 CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
 CLONE_AS_LIBC = CLONE_THREAD | CLONE_FILES | 0x00040B00  # CLONE_SYSVSEM, CLONE_SIGHAND, CLONE_FS, CLONE_VM
 CLONE_NEW = 0x7E020000  # user, pid, net, ipc, uts, cgroup, mount
-CLOSE_RANGE_UNSHARE = 2  # linux/close_range.h: the same, after the thread has begun
+CLOSE_RANGE_UNSHARE = 2  # linux/close_range.h: separates the table of files of a running thread
 SOCK_TYPE_MASK, AF_UNIX, SOCK_STREAM = 0xF, 1, 1
-# The part of a shared mapping that is unmapped stays in memory, and no limit counts it. Python gets private or named
-# memory instead (preload.py).
+# An unmapped part of a shared mapping stays in memory, and no limit counts it. Python gets private or named memory
+# instead (preload.py).
 MAP_TYPE, MAP_SHARED, MAP_SHARED_VALIDATE, MAP_ANONYMOUS = 0x0F, 0x01, 0x03, 0x20
 SOL_SOCKET = 1
 # Not SO_SNDBUF, since no limit counts what waits in a socket, nor SO_ATTACH_FILTER.
@@ -106,14 +106,14 @@ OF_FILES = {
     **{"F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_SETFL": 4, "F_DUPFD_QUERY": 1027},
     **{"F_DUPFD_CLOEXEC": 1030, "F_GETPIPE_SZ": 1032, "F_GET_SEALS": 1034},
 }
-# ioctl(). Not those that tell of network interfaces, which a socketpair answers, too; none of a file system, which may
-# show where on the disk a file is, or change one that may only be read; none that types into a terminal.
+# ioctl(). Not those that report network interfaces, which also work on a socketpair; none of a file system, which may
+# show where on the disk a file is, or change a read-only one; none that types into a terminal.
 OF_DEVICES = {
     **{"TCGETS": 0x5401, "TCGETS2": 0x802C542A, "TIOCGPGRP": 0x540F, "TIOCOUTQ": 0x5411, "TIOCGWINSZ": 0x5413},
     **{"FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451},
 }
-# prctl(). Not PR_SET_DUMPABLE, which hides from its worker what a program has open, nor PR_FUTEX_HASH, whose table of
-# any size no limit counts.
+# prctl(). Not PR_SET_DUMPABLE, which hides from the worker what its program has open, nor PR_FUTEX_HASH, whose table
+# can have any size, and no limit counts it.
 OF_PROCESSES = {
     **{"PR_GET_PDEATHSIG": 2, "PR_GET_DUMPABLE": 3, "PR_GET_KEEPCAPS": 7, "PR_GET_TIMING": 13, "PR_SET_NAME": 15},
     **{"PR_GET_NAME": 16, "PR_GET_SECCOMP": 21, "PR_CAPBSET_READ": 23, "PR_GET_TSC": 25, "PR_GET_SECUREBITS": 27},
@@ -122,14 +122,14 @@ OF_PROCESSES = {
     **{"PR_GET_THP_DISABLE": 42, "PR_CAP_AMBIENT": 47, "PR_GET_SPECULATION_CTRL": 52, "PR_GET_MDWE": 66},
     **{"PR_GET_MEMORY_MERGE": 68, "PR_GET_AUXV": 0x41555856},
 }
-PR_SET_PDEATHSIG = 1  # off, a program would outlive its worker, as the children of one do in any case
-# Calls that tell of a process, by the argument that names it: getpriority, sched_getparam, sched_getscheduler,
-# sched_rr_get_interval, getpgid, getsid, ioprio_get, sched_getattr, get_robust_list, pidfd_open. What a program sets
-# for itself, or that one of its threads is there, would tell another something.
+PR_SET_PDEATHSIG = 1  # a program that turns it off outlives its worker, as a program's children do in any case
+# Calls that report on a process, by the argument that names it: getpriority, sched_getparam, sched_getscheduler,
+# sched_rr_get_interval, getpgid, getsid, ioprio_get, sched_getattr, get_robust_list, pidfd_open. Through its own
+# settings, or the existence of its threads, one program could signal to another.
 LOOKS = {140: 1, 143: 0, 145: 0, 148: 0, 121: 0, 124: 0, 252: 1, 315: 0, 274: 0, 434: 0}
-SCHED_GETAFFINITY = 204  # libc asks it of a thread by the thread's id, and does without when it is missing
+SCHED_GETAFFINITY = 204  # libc calls it with a thread's id, and does without it when it is missing
 ALL_BITS = 0xFFFFFFFF
-CHUNK = 16  # calls; the kernel runs each program's new filter for every call there is: most skip most chunks
+CHUNK = 16  # calls; the kernel runs each new filter once for every call that exists, and most skip most chunks
 
 # linux/bpf_common.h, linux/seccomp.h, linux/audit.h
 LOAD, AND, JUMP_EQUAL, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
@@ -158,7 +158,7 @@ class FilterProgram(ctypes.Structure):
 
 
 def prepare(program: bytes) -> FilterProgram:
-    """What `install` takes; made in the worker, it costs a program nothing."""
+    """Return what `install` takes; it is made in the worker, where it costs a program nothing."""
     return FilterProgram(len(program) // INSTRUCTION.size, program)
 
 
@@ -171,13 +171,13 @@ def install(program: FilterProgram) -> None:
 def assemble(
     *, allow_subprocess: bool, only_pid: int | None = None, owns_files: bool = False, on_disk: bool = False
 ) -> bytes:
-    """The filter for a program.
+    """Return the filter for a program.
 
     Args:
         allow_subprocess: fork and exec are allowed; namespaces and sockets still are not.
         only_pid: the one process that may be signalled and looked at; None: any that the program can see.
         owns_files: files of the machine belong to the program's user, and no mount keeps it from changing them.
-        on_disk: the program's files are on a disk of the machine, of which no mount is read-only.
+        on_disk: the program's files are on a disk of the machine, and no mount is read-only.
     Raises:
         OSError: this machine is not an x86_64.
     """
@@ -201,7 +201,7 @@ def assemble(
         (JUMP_EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, missing),
     ]
-    if on_disk:  # at once it would take more than can be counted
+    if on_disk:  # one fallocate() could take a lot of space before a count sees it
         code += [(JUMP_EQUAL, 0, 1, FALLOCATE), (RETURN, 0, 0, ERRNO | errno.EOPNOTSUPP)]
     for number, tests in _conditions(allow_subprocess, only_pid).items():
         refusal = missing if number == SCHED_GETAFFINITY else deny
@@ -218,7 +218,7 @@ def assemble(
 
 
 def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[Test]]:
-    """Calls that are allowed when every test holds, by number."""
+    """Return the tests of each call, by its number; the call is allowed if all of them hold."""
     itself = [Test(0, (0,))]  # 0: the calling process; another one with our uid is the worker
     no_namespace = Test(0, (0,), mask=CLONE_NEW)
     if allow_subprocess:
@@ -231,7 +231,7 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
         56: [no_namespace, clone],
         436: [Test(2, (0,), mask=CLOSE_RANGE_UNSHARE)],  # close_range
         9: [Test(3, shared, wanted=False, mask=MAP_TYPE | MAP_ANONYMOUS)],  # mmap
-        # A stream has one peer for good; from a datagram socket, sendmsg() reaches any address.
+        # A stream keeps its one peer; from a datagram socket, sendmsg() reaches any address.
         53: [Test(0, (AF_UNIX,)), Test(1, (SOCK_STREAM,), mask=SOCK_TYPE_MASK)],  # socketpair
         54: [Test(1, (SOL_SOCKET,)), Test(2, tuple(SET_OF_SOCKETS.values()))],  # setsockopt
         55: [Test(1, (SOL_SOCKET,)), Test(2, tuple(GET_OF_SOCKETS.values()))],  # getsockopt
@@ -240,7 +240,7 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
         **dict.fromkeys((203, 144, 142, 314), itself),  # sched_setaffinity, _setscheduler, _setparam, _setattr
         72: [Test(1, tuple(OF_FILES.values()))],  # fcntl
         157: [Test(0, of_processes)],  # prctl
-        327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT tells what is in memory
+        327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT reveals what is in memory
         16: [Test(1, tuple(OF_DEVICES.values()))],  # ioctl
     }
     if only_pid is not None:
@@ -252,7 +252,7 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
 
 
 def _test(test: Test, deny: int) -> Iterable[tuple[int, int, int, int]]:
-    """Instructions that go on after the last one when the test holds, and else return `deny`."""
+    """Yield instructions that fall through to what follows if the test holds, and otherwise return `deny`."""
     yield LOAD, 0, 0, OFFSET_ARGUMENTS + 8 * test.argument
     if test.mask != ALL_BITS:
         yield AND, 0, 0, test.mask

@@ -1,7 +1,7 @@
-"""Sessions: programs that stay for later calls, which see their variables and files. Off unless the server is told.
+"""Sessions: programs that stay for later calls, which see their variables and files. Off without `--max-sessions`.
 
-State makes an answer depend on what ran before, so that a call can neither be repeated nor moved to another server:
-an RL run is better without. Sessions are here for traces that were recorded with a notebook.
+State makes an answer depend on what ran before, so a call can neither be repeated nor moved to another server, and an
+RL run is better off without sessions. They exist for traces that were recorded with a notebook.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, Worker
 
 
 class SessionLimitError(Exception):
-    """There are as many sessions as the server may have; nothing ran."""
+    """The server has as many sessions as it may have; nothing ran."""
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a pool; each has a worker of its own, and takes one of the pool's slots while a call runs.
+    """The sessions of a pool; each has its own worker, and takes one of the pool's slots while a call runs.
 
     Args:
-        max_sessions: at once; each may have the memory of its first call's limit.
-        idle_s: a session that got no call for this long is ended.
+        max_sessions: at once; each may use as much memory as its first call's limit.
+        idle_s: a session that gets no call for this long is ended.
     """
 
     def __init__(self, pool: Pool, *, max_sessions: int, idle_s: float) -> None:
@@ -42,7 +42,7 @@ class Sessions:
     async def run(
         self, session_id: str, request: dict[str, Any], *, queue_timeout_s: float
     ) -> tuple[dict[str, Any], float]:
-        """Run a call in its session, which begins with the call if it is new.
+        """Run a call in its session, which the call starts if it is new.
 
         Returns:
             (what `Pool.execute` returns, with `call`: the number of this call in its session, from 1; seconds waited).
@@ -83,7 +83,7 @@ class Sessions:
             self._end(session_id)
 
     async def _acquire(self, session_id: str) -> Session:
-        """The session, new or not, with its lock held and its clock stopped."""
+        """Return the session, new or not, with its lock held and its clock stopped."""
         while True:
             session = self._sessions.get(session_id)
             if session is None:
@@ -103,7 +103,7 @@ class Sessions:
             session.worker = session.worker or await self.pool.take_worker()
             session.calls += 1
             result = await self.pool.call(session.worker, request | {"session": True})
-            result.pop("spent")  # then it is not alive, either
+            result.pop("spent")  # a spent worker's session is not alive either
             alive = result["alive"]
             return result | {"call": session.calls}
         finally:

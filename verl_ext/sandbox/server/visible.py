@@ -1,31 +1,31 @@
-"""Which files of the machine programs may read, and whether a folder that they must not see is among them."""
+"""List the machine's files that programs may read, and check that no folder that they must not see is among them."""
 
 import os
 import sys
 from collections.abc import Iterable
 
-# Code, fonts and time zones; no configuration but what libc needs, no source, no home, no /var, /run, /opt. Of /usr and
-# /usr/local only these parts: administrators keep repositories and data in the others.
+# Code, fonts and time zones; no configuration except what libc needs, no source, no home, no /var, /run, /opt. Only
+# these parts of /usr and /usr/local: administrators keep repositories and data in the others.
 SYSTEM = ["/bin", "/sbin", "/lib", "/lib32", "/lib64"]
 SYSTEM += [f"{prefix}/{part}" for prefix in ("/usr", "/usr/local") for part in ("bin", "sbin", "lib", "lib32", "lib64")]
 SYSTEM += [f"/usr/share/{name}" for name in ("zoneinfo", "fonts", "fontconfig")]
 SYSTEM += [f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "fonts")]
-# Not the whole prefix of Python: a pip.conf there may hold the token of a package index, and a repository may be one.
+# Not Python's whole prefix: a pip.conf there may hold the token of a package index, and a repository may be a prefix.
 PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 
 def readable_paths() -> list[str]:
-    """Files and folders of the machine that a program may read: the system's libraries and this interpreter's."""
+    """Return the machine's files and folders that a program may read: the system's libraries and this interpreter's."""
     prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
-    prefixes |= {sys.prefix, sys.base_prefix}  # sys.path has them as they are written
+    prefixes |= {sys.prefix, sys.base_prefix}  # sys.path has them unresolved
     python = [f"{prefix}/{part}" for prefix in sorted(prefixes) for part in PYTHON]
     return [path for path in dict.fromkeys(SYSTEM + python) if os.path.exists(path)]
 
 
 def find_exposed(hidden: Iterable[str]) -> tuple[str, str] | None:
-    """The first folder of `hidden` that programs could read, and the readable path that shows it; None for none.
+    """Return the first folder of `hidden` that programs could read, and the readable path that shows it; or None.
 
-    A folder shows when it is a readable path or below one: by its real path, or because it, a folder above it or one
+    A folder shows if it is a readable path or below one: by its real path, or because it, a folder above it or one
     directly in it is mounted there. A readable path below a hidden folder, such as `.venv/lib` of a checkout, is fine.
     """
     readable = {path: os.path.realpath(path) for path in readable_paths()}

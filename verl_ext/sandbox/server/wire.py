@@ -1,12 +1,12 @@
-"""What goes between the server and a worker, for both ends; and memory that a worker's forks do not inherit.
+"""The messages between the server and a worker, for both ends; and memory that a worker's forks do not inherit.
 
 Each program is a fork of its worker, and can search all memory of the worker, freed or not. So a worker makes no object
-of what a request says, of what the program's files are called, or of what the program gave: numbers are packed into
-`unshared` memory, and text stays in memory files, for the program or for the kernel.
+of a request's content, the names of the program's files, or the program's output: numbers are packed into `unshared`
+memory, and text stays in memory files, for the program or for the kernel.
 
 Request: a memory file with REQUEST; marshal of FOR_PROGRAM, in as many bytes as REQUEST says; and for each file to
-fetch NAME, then so many bytes: the parts of its path, a NUL after each. The server seals what the file holds. The
-worker adds F_SEAL_SEAL, which nobody can undo, as soon as there is a program to blame.
+fetch NAME, then as many bytes: the parts of its path, a NUL after each. The server seals the file's content. The worker
+adds F_SEAL_SEAL, which nobody can undo, as soon as there is a program to blame.
 
 Answer: LENGTH and that much JSON, {"error": why, "lost": whether a program that ran may be the cause}; or LENGTH of 0,
 RESULT, stdout, stderr, FETCHED for each file, and the files in order.
@@ -32,11 +32,11 @@ NAME = struct.Struct("<H")
 RESULT = struct.Struct("<?id4Q??")
 FETCHED = struct.Struct("<q")  # bytes of the file, or -errno: why it was left out
 FOR_PROGRAM = ("code", "stdin", "files", "echo_last_expression")  # the keys of a request
-SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW  # the program of a session may still empty it
+SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW  # a session's program may still empty it
 
 
 def pack_request(request: dict[str, Any], names: Iterable[str]) -> list[bytes]:
-    """The parts of a memory file. The server has checked the names: relative, below the folder, not too long."""
+    """Return the parts of a memory file. The server has checked the names: relative, below the folder, not too long."""
     for_program = marshal.dumps({key: request[key] for key in FOR_PROGRAM})
     packed = []
     for name in names:
@@ -47,7 +47,7 @@ def pack_request(request: dict[str, Any], names: Iterable[str]) -> list[bytes]:
 
 
 def unshared(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory that forks of this process do not have."""
+    """Return zeroed memory that forks of this process do not have."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
@@ -56,7 +56,7 @@ def unshared(num_bytes: int) -> mmap.mmap:
 def numbers_in(path: str, pattern: re.Pattern[bytes]) -> list[bytes]:
     """Return what the groups of a pattern match from the start of a file in /proc on; [] if it does not match.
 
-    The rest of such a file can be a program's text, as the name of a process is. Raises OSError.
+    The rest of such a file can be a program's text, for example a process's name. Raises OSError.
     """
     memory = _scratch()
     with open(path, "rb", buffering=0) as file:

@@ -1,13 +1,14 @@
 """The worker: forks a program per request, reads what it prints, holds its deadline, and cleans up after it.
 
-See zygote.py. What the fork itself does is in program.py.
+See zygote.py for what forks the workers, and program.py for the fork that becomes the program.
 
-What a worker and its program both hold, with the calls of the worker on it. Whatever one of them meets is the program's
-doing, and so no failure of the sandbox; a call that you add belongs here, with a test in test_shared_objects.py.
+The table lists what a worker and its program both hold, and the worker's system calls on it. Whatever such a call meets
+is the program's doing, so it is not a failure of the sandbox. A call that you add belongs here, with a test in
+test_shared_objects.py.
 
-  stdout, stderr     poll, readv. Nothing there, as the program read it itself: poll again. An error: the stream has
-                     ended. At the end, as many reads as a full pipe can take: who still holds it may go on writing.
-  a call's memory    preadv, F_ADD_SEALS, before a program of a session gets it. It can then only be emptied, with which
+  stdout, stderr     poll, readv. Nothing there, because the program read it itself: poll again. An error: the stream
+                     has ended. At the end, as many reads as a full pipe can take: who still holds it may keep writing.
+  a call's memory    preadv, F_ADD_SEALS, before a program of a session gets it. It can then only be emptied, and then
   file               the names of files to fetch are gone: none is fetched.
   a session's        sendmsg, recv, poll. Full or shut: the call never gets there, and its time runs out. Closed, or a
   socket             message without the token: killed. Its own descriptors in flight: killed (others': our failure).
@@ -43,21 +44,21 @@ from .program import CHUNK, TOKEN_BYTES, become_program, cpu_limit_s, make_main_
 from .wire import FETCHED, LENGTH, REQUEST, RESULT, unshared
 
 MAX_OPEN_FILES = 256
-MEMORY_CHECK_S = 0.05  # at least, between two counts of memory; one takes 0.5 ms
-WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
-STALL_S = 1.0  # woken later than this, a process was stopped itself, as a frozen container is
-DRAIN_READS = 256  # of a pipe with as many buffers as one may have, each a packet
-SCRATCH_BYTES = 8192  # for a name of a file, and for what goes before and after it
+MEMORY_CHECK_S = 0.05  # minimum between two counts of memory; one takes 0.5 ms
+WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is checked, and the CPU time that it may have used
+STALL_S = 1.0  # a process that wakes later than this was stopped itself, for example with its container
+DRAIN_READS = 256  # of a pipe with as many buffers as a pipe may have, each a packet
+SCRATCH_BYTES = 8192  # for a file's name, and for what precedes and follows it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 libc = ctypes.CDLL(None, use_errno=True)
-# os.fork() also runs what modules have registered for forks (threading, logging, random). A worker has one thread and
-# holds no lock, and `preload.renew` seeds what is random: that would only touch, and so copy, 60 more pages.
+# os.fork() also runs the hooks that modules register for forks (threading, logging, random). A worker has one thread
+# and holds no lock, and `preload.renew` seeds the random states: the hooks would only touch, and copy, 60 more pages.
 fork = ctypes.PyDLL(None, use_errno=True).fork
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all below this process whose own parent ends."""
+    """Become the parent of every descendant of this process whose own parent ends."""
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -80,17 +81,17 @@ def start(connection: socket.socket, name: str, layers: Any, *for_worker: int) -
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send LENGTH and JSON; raises OSError when the server has gone."""
+    """Send LENGTH and JSON; raises OSError if the server is gone."""
     text = json.dumps(message).encode()
     connection.sendall(LENGTH.pack(len(text)) + text)
 
 
 class SetUpError(Exception):
-    """None of the submitted code ran."""
+    """A failure before any of the submitted code ran."""
 
 
 class Request(NamedTuple):
-    """What a worker knows of a request. The program reads the rest from the memory file."""
+    """The part of a request that a worker reads. The program reads the rest from the memory file."""
 
     body: int  # the memory file
     num_bytes: int  # of the program's part
@@ -101,12 +102,12 @@ class Request(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a program, or of a call of a session."""
+    """How a program, or a call of a session, ended."""
 
     timed_out: bool
     return_code: int  # -N after signal N
     execution_time: float  # s
-    alive: bool  # the session goes on
+    alive: bool  # the session continues
     spent: bool  # a process is stuck in the kernel, which no signal reaches: this worker can take no other request
 
 
@@ -118,12 +119,12 @@ class Worker:
         self.address_space = address_space  # bytes that a program has before its first line
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
         self.scratch = unshared(SCRATCH_BYTES)
-        # Where the files are not in a file system of their own, which has limits, they are counted.
+        # Files are counted unless they are in a separate file system, which has limits.
         self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder, layers.uid)
-        self.program: Program | None = None  # what runs, and between the calls of a session what waits
+        self.program: Program | None = None  # the running one, or one that waits between the calls of its session
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)
-        # All that follows is for the programs, which inherit it.
+        # Everything below is for the programs, which inherit it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace ignores what it does not handle
         adopt_orphans()  # of programs, so that we can kill them
@@ -137,14 +138,14 @@ class Worker:
         self.module = make_main_module(self.folder)  # after the freeze: its cycles are collected when the program ends
 
     def serve(self) -> None:
-        """Answer requests until the socket closes; an error is answered, too, and ends the worker."""
+        """Answer requests until the socket closes; an error is also answered, and ends the worker."""
         if self.serve_one():
-            preload.use_huge_pages()  # what a worker does once has split the zygote's huge pages; later ones split few
+            preload.use_huge_pages()  # the first request split the zygote's huge pages; later ones split few
             while self.serve_one():
                 pass
 
     def serve_one(self) -> bool:
-        """Answer one request; False if there can be no other. All that this frame knows of it is forgotten with it."""
+        """Answer one request; return False if there can be no other. This frame's end drops all that it knew of it."""
         if self.program:
             self.watch(self.program)
         _, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
@@ -166,10 +167,10 @@ class Worker:
                 if self.program is None and not spent:
                     try:
                         self.layers.remove_folder()
-                    except OSError:  # what the program left is no reason to lose its answer
+                    except OSError:  # what the program left behind must not cost its answer
                         spent = True
         except Exception as exc:
-            lost = not isinstance(exc, SetUpError)  # perhaps by what the program did
+            lost = not isinstance(exc, SetUpError)  # perhaps the program's doing
             send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": lost})
             return False
         self.send(result._replace(spent=spent), files or [(-1, -errno.EBUSY)] * request.num_names)
@@ -177,7 +178,7 @@ class Worker:
         return not spent
 
     def watch(self, program: Program) -> None:
-        """Wait for the next call; kill a program that goes on meanwhile, which a SIGCONT of its own timers can do."""
+        """Wait for the next call; kill a program that runs meanwhile, which a SIGCONT from its own timers can cause."""
         poller = select.poll()
         poller.register(self.connection, select.POLLIN)
         used_s = program.cpu_s()
@@ -188,8 +189,8 @@ class Worker:
     def run(self, request: Request) -> Result:
         """Run the program until it exits, its time is over, or, in a session, its call is done; read what it prints.
 
-        Time in which this process stood still for STALL_S does not count. All that the program started is dead after
-        it; in a session, stopped.
+        Time in which this process stood still for STALL_S does not count. Afterwards, all that the program started is
+        dead, or stopped if it is in a session.
 
         Raises:
             SetUpError: see there.
@@ -202,19 +203,19 @@ class Worker:
             self.program = self.start_program(request)
             fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         else:
-            fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # first: the program could do it, too
+            fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # first: the program could also do it
             self.program.call(request.body)
         program = self.program
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
-        poller.register(self.connection, 0)  # POLLHUP alone: the server closed its end, nobody waits for the answer
+        poller.register(self.connection, 0)  # POLLHUP only: the server closed its end, nobody waits for the answer
         if program.control:
             poller.register(program.control, select.POLLIN)
         streams = dict(zip(program.pipes, self.buffers, strict=True))
         for fd in streams:
             poller.register(fd, select.POLLIN)
         timed_out = False
-        return_code = None  # of a call that is done in a session that goes on
+        return_code = None  # of a finished call in a session that continues
         memory_limit, several = request.memory_limit_MB << 20, self.layers.allow_subprocess
         next_check = started + MEMORY_CHECK_S if memory_limit > 0 and self.layers.layers else math.inf
         if not several:  # RLIMIT_AS bounds the pages of the one process; this bounds its page tables
@@ -223,7 +224,7 @@ class Worker:
         asked, wake = started, math.inf
         while True:
             now = time.monotonic()
-            if now > wake + STALL_S:  # and so did the program, perhaps: this wait does not count
+            if now > wake + STALL_S:  # the program may also have stood still: this wait does not count
                 deadline += now - asked
             if now >= deadline:
                 timed_out = True
@@ -261,7 +262,7 @@ class Worker:
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
         for fd, buffer in streams.items():  # what the dead left in the pipes
-            for _ in range(DRAIN_READS):  # who still has it open, as the program of a session, may go on writing
+            for _ in range(DRAIN_READS):  # a process that still has it open, as in a session, may keep writing
                 if buffer.read_from(fd) <= 0:
                     break
         if excess:
@@ -300,7 +301,7 @@ class Worker:
         return Program(pid, os.pidfd_open(pid), (out_r, err_r), ours, bytearray())
 
     def send(self, result: Result, files: list[tuple[int, int]]) -> None:
-        """Send one answer and close the files; raises OSError when the server has gone, which ends the worker."""
+        """Send one answer and close the files; raises OSError if the server is gone, which ends the worker."""
         timed_out, return_code, execution_time, *rest = result
         counts = [count for buffer in self.buffers for count in (len(buffer.kept()), buffer.total)]
         LENGTH.pack_into(self.scratch, 0, 0)
@@ -308,7 +309,7 @@ class Worker:
         scratch = memoryview(self.scratch)
         parts = [scratch[: LENGTH.size + RESULT.size], *(buffer.kept() for buffer in self.buffers)]
         sent = self.connection.sendmsg(parts)
-        for part in parts:  # what was too much for once
+        for part in parts:  # what one call could not take
             self.connection.sendall(part[sent:])
             sent = max(sent - len(part), 0)
         for _, size in files:
@@ -326,16 +327,16 @@ class Worker:
 
 
 def is_over_cpu_limit(return_code: int | None, used_s: float, run_timeout: float) -> bool:
-    """Whether several threads used up the CPU time before the wall clock ran out, and the kernel ended them for it.
+    """Return whether several threads used up the CPU time before the wall clock ran out, and the kernel killed them.
 
-    By the time used, since a program can send itself these signals. The kernel counts by clock ticks, and so not quite
-    as `used_s` does.
+    The time used decides, because a program can send itself these signals. The kernel counts clock ticks, so its count
+    differs slightly from `used_s`.
     """
     return return_code in (-signal.SIGXCPU, -signal.SIGKILL) and used_s >= 0.9 * cpu_limit_s(run_timeout)
 
 
 class Buffer:
-    """The first `max_bytes` bytes of a stream and the count of all."""
+    """The first `max_bytes` bytes of a stream, and the count of all its bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.total = max_bytes, 0
@@ -345,10 +346,10 @@ class Buffer:
         self.total = 0
 
     def read_from(self, fd: int) -> int:
-        """Read once what a pipe has, beyond `max_bytes` over what came before; 0 at its end, -1 if there is nothing.
+        """Read once from a pipe, beyond `max_bytes` over earlier bytes; return 0 at its end, -1 if there is nothing.
 
-        The program can open its pipe for reading, too, and take what `poll` saw. What it has spliced there can fail to
-        be read (EIO, ENODATA), and then stays in front of all that follows: this is the end.
+        The program can also open its pipe for reading, and take what `poll` saw. Data that it has spliced there can be
+        unreadable (EIO, ENODATA), and then stays in front of all that follows: the stream ends there.
         """
         start = min(self.total, self.max_bytes)
         try:
@@ -361,7 +362,7 @@ class Buffer:
         return count
 
     def append(self, text: bytes) -> None:
-        """Add a line of the worker's own, over the last bytes that are kept where there is no room."""
+        """Add a line from the worker; if there is no room, it replaces the last bytes that are kept."""
         start = min(self.total, self.max_bytes - len(text))
         if start >= 0:
             self.memory[start : start + len(text)] = text

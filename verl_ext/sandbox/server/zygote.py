@@ -7,12 +7,12 @@
            interpreter down
 
 The server starts it by path (`python -I zygote.py CONTROL_FD JSON`, see `main`) and never imports it, so that no secret
-and no package of the server is in the memory of a program. Nor is anything of earlier requests: a worker never
-reads code or input (the program does), and it keeps output in memory that forks do not inherit. What costs time is the
-pages that a fork touches, each copied on a fault; so whatever can be done once in the worker is not done per request.
+and no package of the server is in a program's memory. Earlier requests are not there either: a worker never reads code
+or input (the program does), and it keeps output in memory that forks do not inherit. The cost of a fork is the pages
+that it touches, each copied on a fault, so whatever can be done once in the worker is not done per request.
 
-A program is bounded here (time, memory, file size, output) and cleaned up after; what keeps it from the host's files,
-processes and network is in isolation.py. The program of a session stays for the next request, stopped in between.
+A program is bounded here (time, memory, file size, output) and cleaned up after; isolation.py keeps it from the host's
+files, processes and network. A session's program stays for the next request, stopped in between.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from typing import Any
 
 
 def _import_siblings(*names: str) -> list[types.ModuleType]:
-    """Modules next to this file, as a package of their own: neither `verl_ext` nor this folder gets importable."""
+    """Import modules next to this file as a separate package: neither `verl_ext` nor this folder becomes importable."""
     package = types.ModuleType("_sandbox")
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     sys.modules[package.__name__] = package
@@ -41,7 +41,7 @@ def _import_siblings(*names: str) -> list[types.ModuleType]:
 
 isolation, folders, preload, worker = _import_siblings("isolation", "folders", "preload", "worker")
 
-OOM_SCORE_ADJ = "1000"  # when the machine runs out of memory the kernel ends a program first, not the trainer
+OOM_SCORE_ADJ = "1000"  # if the machine runs out of memory, the kernel kills a program first, not the trainer
 
 
 def main(control: socket.socket, options: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
     Args:
         options: root (folder), max_output_bytes, isolation (auto, full, none), allow_subprocess, preload (names).
     """
-    worker.adopt_orphans()  # a worker is what its parent, our child, forked in new namespaces
+    worker.adopt_orphans()  # with namespaces, a worker is forked by our child, which then ends
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(OOM_SCORE_ADJ)
     # The first compile() builds the parser's types; done here, every fork inherits them.
@@ -97,7 +97,7 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
                 os._exit(0)
         connection.close()
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, 0)  # returns, with an error, once all workers have seen that the server is gone
+        os.waitpid(-1, 0)  # returns, with an error, once all workers have ended because the server is gone
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if refusal or not layers.remove_root():
         folders.remove_tree(options["root"])

@@ -1,4 +1,4 @@
-"""The worker processes: real ones, since what is tested is that they can be limited, killed and replaced."""
+"""The worker processes: real ones, because the tests check that they can be limited, killed and replaced."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from verl_ext.reward.maths.symbolic import CONTROL, MEMORY_BYTES, SymbolicPool, 
 
 
 def too_much(number: int) -> str:
-    """Sums that sympy adds up one by one; each another, as verdicts are kept."""
+    """Return sums that sympy adds up one by one; each differs, because verdicts are kept."""
     return rf"\sum_{{k=1}}^{{10^9}} \frac{{{number}}}{{k}}"
 
 
@@ -180,7 +180,7 @@ def test_answer_that_loses_its_workers_while_others_do_not_is_too_costly(pool, m
 
 
 def test_gold_that_is_slow_by_itself_leaves_it_open(pool, monkeypatch):
-    """Evaluated alone it exhausts the limits, too; that is found out once, and only if an answer has."""
+    """It exhausts the limits even by itself; that is found out once, and only if an answer has exhausted them."""
     gold, ask, asked = too_much(18), pool._slow.ask, []
     monkeypatch.setattr(pool._slow, "ask", lambda request: asked.append(request) or ask(request))
     assert pool.is_equal("3", gold) is None

@@ -1,4 +1,4 @@
-"""Programs run in a real sandbox server, except where the sandbox is to fail."""
+"""Programs run in a real sandbox server, except if the sandbox is meant to fail."""
 
 import asyncio
 import json

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(180)  # the first test waits for all programs
 
 @pytest.fixture(scope="module")
 def scores():
-    """Score, or what was raised, of each solution: two at a time, as the server has two workers."""
+    """The score of each solution, or what it raised: two at a time, because the server has two workers."""
 
     async def run(url):
         verifiers = [CodeVerifier({}, urls=[url], timeout_s=limit_s) for limit_s in (TIMEOUT_S, ENDLESS_S)]

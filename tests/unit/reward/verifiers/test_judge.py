@@ -87,7 +87,7 @@ def test_judge_that_scores_nothing_leaves_it_open(reply):
 
 @pytest.mark.parametrize("reply", [*MALFORMED, 400, 413, 422, 500])
 def test_response_that_alone_gets_no_score_is_wrong(reply):
-    """It made the judge leave its format, or is too long for it: text must not buy its own exclusion."""
+    """It made the judge depart from its format, or is too long for it: text must not buy its own exclusion."""
     score, _ = judge(reply, control=True, max_attempts=1)
     assert (score.acc, score.verdict) == (0.0, "wrong")
 

@@ -1,4 +1,4 @@
-"""Tests that need an object of the program itself judge no program; all others do, as they did."""
+"""Tests that need an object of the program itself do not judge programs; all others do."""
 
 import ast
 import asyncio
@@ -151,7 +151,7 @@ KEPT = {
 
 @pytest.fixture(scope="module")
 def scores():
-    """Of each right program, by the verifier."""
+    """The score of each right program, by the verifier."""
     cases = {name: case[:2] for name, case in (REFUSED | KEPT).items()}
 
     async def run(url):

@@ -1,11 +1,11 @@
 """Programs that attack the sandbox: one property a case, and after each the server is healthy and nothing is left.
 
 All of it runs inside a sandbox server; the only network targets are listeners on 127.0.0.1 that a test opens itself.
-A program prints `held` when what it tried failed as it should. A case skips where a layer that it needs is off.
+A program prints `held` when what it tried failed as it should. A case is skipped if a layer that it needs is off.
 
     SANDBOX_TEST_ISOLATION=none pytest tests/unit/sandbox/hostile
 
-runs what is harmless to a machine (all but HARMFUL) without isolation: those cases fail that only isolation makes pass.
+runs what is harmless to a machine (all but HARMFUL) without isolation: cases that only isolation makes pass then fail.
 """
 
 import os
@@ -69,13 +69,13 @@ class HostileServer(Server):
         for folder in ("/", "/tmp", "/dev/shm", "/var/tmp"):
             left += Path(folder).glob(f"{self.mark}*")
         for path in left:
-            if isinstance(path, Path):  # so that the next test does not find it, too
+            if isinstance(path, Path):  # so that the next test does not find it as well
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         assert not left
 
 
 def need(server: HostileServer, layers: set[str]) -> None:
-    """Skip where a layer is off on this machine."""
+    """Skip if a layer is off on this machine."""
     missing = layers - server.layers
     if missing and ISOLATION != "none":
         pytest.skip(f"off on this machine: {', '.join(sorted(missing))}")

@@ -18,7 +18,7 @@ def started_server() -> Iterator[HostileServer]:
 
 @pytest.fixture
 def server(started_server: HostileServer) -> Iterator[HostileServer]:
-    """Healthy and clean after each test."""
+    """A server that is checked to be healthy and clean after each test."""
     yield started_server
     started_server.check()
 

@@ -1,4 +1,4 @@
-"""A crash is a return code, and text passes as it is."""
+"""A crash is a return code, and text passes through unchanged."""
 
 import re
 

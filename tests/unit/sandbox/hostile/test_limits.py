@@ -38,7 +38,7 @@ def test_memory_is_limited(server, bomb):
 
 @HARMFUL
 def test_memory_in_pipes_is_limited(server):
-    """Buffers of the kernel that RLIMIT_AS does not count: what fits into the files that may be open."""
+    """Kernel buffers that RLIMIT_AS does not count: as much as fits into the files that may be open."""
     code = """
 import fcntl
 total = 0

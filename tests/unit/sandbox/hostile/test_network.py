@@ -10,7 +10,7 @@ from tests.unit.sandbox.hostile.attacks import MARK, NAMESPACES, SECCOMP, Case, 
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Listens on 127.0.0.1; nothing may ever reach it."""
+    """A listener on 127.0.0.1 that nothing may ever reach."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield listener

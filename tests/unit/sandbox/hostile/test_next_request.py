@@ -1,4 +1,4 @@
-"""Nothing of one request is seen by the next, and nothing of the server by any."""
+"""A request sees nothing of the one before it, and nothing of the server."""
 
 import pytest
 

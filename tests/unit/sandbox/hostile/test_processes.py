@@ -1,4 +1,4 @@
-"""Programs start and touch no process, but those that may start some, and these have no more rights."""
+"""Programs start and touch no process, except those that may start some, which get no more rights."""
 
 import threading
 from time import monotonic, sleep

@@ -1,4 +1,4 @@
-"""What a request may be: paths of files; and that no route runs a program past the queue."""
+"""What a request may contain, such as paths of files; and that no route runs a program past the queue."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def server() -> Iterator[Server]:
 
 
 def refused(server: Server, **fields: object) -> str:
-    """The message of a 422 that names a field; the server runs the next program."""
+    """Return the message of a 422 that names a field; check that the server runs the next program."""
     status, _, answer = server.post(json.dumps({"code": "pass", "language": "python"} | fields).encode())
     assert status == 422, answer
     assert answer["detail"][0]["loc"][:2] == ["body", next(iter(fields))]
@@ -92,7 +92,7 @@ def test_many_files_are_made_and_more_than_are_open_at_once_are_left_out_of_the_
 
 
 def test_ping_waits_in_the_queue_and_runs_nothing_beside_it(server):
-    """One worker, which a program has until its client hangs up: many pings then share one place in the queue."""
+    """A program holds the only worker until its client hangs up: many pings then share one place in the queue."""
     body = json.dumps({"code": "import time; time.sleep(30)", "language": "python", "run_timeout": 30}).encode()
     pings = [threading.Thread(target=server.ping) for _ in range(20)]
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1]))) as busy:
@@ -117,7 +117,7 @@ async def test_ping_does_not_claim_health_while_the_queue_is_stuck(monkeypatch):
     monkeypatch.setattr(api, "PING_QUEUE_S", 0.2)
     pool = Pool(workers=1, max_output_bytes=1000, preload=())
     try:
-        async with pool.slot(1):  # somebody has the only slot and gives it back to nobody
+        async with pool.slot(1):  # the only slot is taken and not given back
             why = await api.check_health(pool)
         assert why == "overloaded: no worker became free within 0.2 s; 1 requests run and 0 wait"
         assert await api.check_health(pool) is None

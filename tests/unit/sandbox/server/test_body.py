@@ -1,4 +1,4 @@
-"""The bytes of a body: what is JSON, and how much of it there may be before it is parsed."""
+"""The bytes of a body: what counts as JSON, and how much of it is allowed before parsing."""
 
 import json
 import random
@@ -50,7 +50,7 @@ VALUES = {
     "objects": b"{},",
     "numbers": b"0,",
     "strings": b'"",',
-    "strings without commas": b'""',  # no JSON, and as slow to look through
+    "strings without commas": b'""',  # not JSON, and as slow to scan
     "brackets": b"[",
     "members": b'"a":1,',
     "escapes": rb'"\"\\\\\"",',
@@ -76,7 +76,7 @@ def test_what_a_text_holds_is_no_value(text):
 
 
 def test_the_count_is_between_that_of_the_values_and_three_times_as_much(monkeypatch):
-    """Whatever the JSON is: no value escapes the count, and none counts more than thrice."""
+    """For any JSON, no value escapes the count, and none counts more than three times."""
     monkeypatch.setattr(body, "MAX_VALUES", 60)
     draw = random.Random(0)
 

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long each may take, and what the log says of them."""
+"""Connections: how many are allowed, how long each may take, and what the log says about them."""
 
 import asyncio
 import base64
@@ -41,7 +41,7 @@ def body_of(**fields: object) -> bytes:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
-    """It asks for a token, has one worker and may have 200 files open."""
+    """A server that asks for a token, has one worker and may have 200 files open."""
     environment = pytest.MonkeyPatch()
     environment.setenv("SANDBOX_TOKEN", TOKEN)
     launcher = ("prlimit", "--nofile=200:200", *LAUNCHER)
@@ -56,7 +56,7 @@ def connect(server: Server) -> socket.socket:
 
 
 def first_line(connection: socket.socket) -> str:
-    """Of the answer; "" for none."""
+    """Return the first line of the answer; "" for none."""
     try:
         with connection.makefile("rb") as file:
             return file.readline().decode().strip()
@@ -238,7 +238,7 @@ def test_server_with_too_few_descriptors_says_so():
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """Of a server in this process."""
+    """The port of a server in this process."""
     pool = Pool(workers=1, max_output_bytes=1000, preload=())
     runner = web.AppRunner(api.make_app(pool, Sessions(pool, max_sessions=0, idle_s=1)), handler_cancellation=True)
     await runner.setup()
@@ -253,7 +253,7 @@ async def port() -> AsyncIterator[int]:
 
 
 async def talk(port: int, *messages: bytes) -> bytes:
-    """What the server says until it closes the connection."""
+    """Return what the server says until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for message in messages:
         writer.write(message)

@@ -1,4 +1,4 @@
-"""The limit of a program's files where it has no file system of its own: counted, and then killed."""
+"""The limit of a program's files if it has no separate file system: counted, and then killed."""
 
 import ctypes
 import mmap
@@ -50,7 +50,7 @@ def test_files_folders_and_links_count(watch, tmp_path):
 
 @pytest.mark.parametrize("files", [1, 60])  # within the limit, and beyond it
 def test_a_count_leaves_nothing_for_the_next_program_to_find(watch, tmp_path, files):
-    """Programs are forks of the process that counts."""
+    """Programs are forks of the process that does the counting."""
     for i in range(files):
         (tmp_path / str(i)).touch()
     watch.excess([])
@@ -75,7 +75,7 @@ def test_file_without_a_name_counts(watch, tmp_path, how):
 
 @pytest.mark.parametrize("mode", [0, 0o100, 0o400])
 def test_locked_folder_counts(tmp_path, mode):
-    """For who is not root, whom no mode stops."""
+    """Only for users other than root, whom no mode stops."""
     code = f"""
 import os, sys
 from verl_ext.sandbox.server import disk
@@ -173,7 +173,7 @@ def test_part_of_a_file_without_a_name_that_is_mapped_counts_as_a_file_of_any_si
 
 
 def map_without_descriptor(fd: int) -> int:
-    """Map one page. Python's own mmap would keep the file open, too."""
+    """Map one page. Python's own mmap would also keep the file open."""
     libc.mmap.restype = ctypes.c_void_p
     return libc.mmap(None, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(0))
 
@@ -199,7 +199,7 @@ ctypes.CDLL(None).syscall(60, 0)
 
 def test_process_that_has_ended_hides_nothing(watch):
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and nobody has fetched its exit code
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and its exit code has not been fetched
     assert watch.excess([os.getpid(), process.pid]) == ""
     process.wait()
 
@@ -320,7 +320,7 @@ def check_hog(server: Server, code: str) -> None:
 def test_space_cannot_be_taken_at_once(server):
     """The kernel would take more than the limit of a file, and in a moment as many files as there may be.
 
-    libc would write zeros instead, but asks the file system first, which no program may.
+    libc would write zeros instead, but asks the file system first, which programs may not do.
     """
     code = """
 import ctypes, errno, os

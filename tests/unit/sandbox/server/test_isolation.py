@@ -42,7 +42,7 @@ isolation.set_no_new_privs()
 s.install(s.prepare(b"".join(s.INSTRUCTION.pack(*instruction) for instruction in code)))
 os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", *sys.argv[2:]])
 """
-# Before that, in a mount namespace: the interpreter, where it is below a home that is closed to others, is alone there.
+# Runs before that, in a mount namespace: an interpreter below a home that is closed to others becomes all of that home.
 OPEN_INTERPRETER = """
 import os, sys, tempfile
 from verl_ext.sandbox.server import isolation
@@ -118,7 +118,7 @@ needs_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the nu
 
 @pytest.fixture(scope="module")
 def layers() -> set[str]:
-    """Those that work on this machine."""
+    """The layers that work on this machine."""
     command = [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", "--preload", ""]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -258,7 +258,7 @@ def test_ordinary_user_has_all_layers(layers, tmp_path):
 def test_root_runs_programs_as_a_user_that_owns_nothing(layers, tmp_path, refused, left):
     if not {"namespaces", "landlock", "seccomp"} <= layers:
         pytest.skip(f"this machine has {layers}")
-    if left is None:  # a user alone is not enough for `auto`
+    if left is None:  # a user by itself is not enough for `auto`
         with pytest.raises(AssertionError, match="no isolation works"):
             with running(OPEN_INTERPRETER + REFUSE, json.dumps(refused)):
                 pass
@@ -277,7 +277,7 @@ def test_root_runs_programs_as_a_user_that_owns_nothing(layers, tmp_path, refuse
 @needs_x86_64
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_servers_of_a_machine_give_programs_users_of_their_own(tmp_path):
-    """A program may not take the processes of another server's, which RLIMIT_NPROC counts by user, nor kill them."""
+    """Programs may not kill another server's processes or use up their number, which RLIMIT_NPROC counts by user."""
     users = []
     for _ in range(3):  # two of three may draw the same
         with running(OPEN_INTERPRETER + REFUSE, json.dumps([UNSHARE])) as client:
@@ -289,7 +289,7 @@ def test_servers_of_a_machine_give_programs_users_of_their_own(tmp_path):
 
 
 def evaluate(program: bytes, number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64) -> int:
-    """What the kernel does with one system call: linux/net/core/filter.c, for the instructions that we use."""
+    """Return what the kernel does with a system call: linux/net/core/filter.c, for the instructions that we use."""
     data = seccomp.struct.pack("<IIQ6Q", number, arch, 0, *(a & (2**64 - 1) for a in (*arguments, *[0] * 6)[:6]))
     code = list(seccomp.INSTRUCTION.iter_unpack(program))
     accumulator = position = 0

@@ -1,4 +1,4 @@
-"""Workers that die or hang with a program: whom the pool blames, and what it still calls its own failure."""
+"""Workers that die or hang with a program: whom the pool blames, and what still counts as its own failure."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def pool(monkeypatch) -> AsyncIterator[Pool]:
 
 
 async def begun(worker: int) -> None:
-    """The worker waits for its program, and so has sealed the request: the program may be to blame from then on."""
+    """Wait until the worker runs its program, having sealed the request: from then on the program may be to blame."""
     await wait_until(lambda: len(my_processes()) == 3)  # zygote, worker, program
     await wait_until(lambda: psutil.Process(worker).status() == psutil.STATUS_SLEEPING)
 
@@ -72,7 +72,7 @@ async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, mon
 
 
 def kill_all() -> None:
-    """Returns when the zygote has ended, before the pool sees any end: it may take more than ZYGOTE_END_S."""
+    """Kill all; return once the zygote has ended, before the pool sees any end: it may take more than ZYGOTE_END_S."""
     for process in my_processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
             process.kill()
@@ -92,7 +92,7 @@ async def test_loss_with_the_zygote_is_the_sandboxs_though_the_next_request_has_
 
 
 async def test_worker_that_has_outlived_its_zygote_runs_no_program(pool):
-    """Or the old end of its zygote would excuse a program that kills it."""
+    """Otherwise its zygote's earlier end would excuse a program that kills the worker."""
     worker, zygote = pool._idle[-1], pool._zygote
     zygote.kill()
     await wait_until(lambda: zygote.poll() is not None)
@@ -134,7 +134,7 @@ async def test_loss_with_the_zygote_is_nobodys_but_the_sandboxs(pool):
 
 
 async def test_worker_that_fails_with_a_running_program_twice_is_no_failure_of_the_sandbox(pool, monkeypatch):
-    """Such as by what the program did to its own files; that a program was not set up is never its own doing."""
+    """For example, by what the program did to its own files; failing to set a program up is never its own doing."""
     real, failures = connection.Worker.call, []
 
     async def call(self, request: dict) -> tuple[dict, bytes]:
@@ -188,7 +188,7 @@ async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(poo
 
 @needs_root
 async def test_zygote_that_hangs_with_a_worker_that_does_not_end_holds_up_nobody(pool, monkeypatch):
-    """As one that waits for a disk: a process that is traced is not gone until its tracer lets it go."""
+    """Like a process that waits for a disk, a traced process is not gone until its tracer lets it go."""
     monkeypatch.setattr(pool_module, "START_GRACE_S", 0.3)
     libc = ctypes.CDLL(None, use_errno=True)
     worker = await pool.take_worker()

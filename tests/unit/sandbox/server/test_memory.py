@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @contextmanager
 def running(code: str) -> Iterator[list[int]]:
-    """Processes of a program that prints "ready" once it has what is to be counted."""
+    """Yield the processes of a program that prints "ready" once it holds the memory to count."""
     command = [sys.executable, "-S", "-c", code + "\nprint('ready', flush=True)\ntime.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -82,7 +82,7 @@ for _ in range(5): os.read(reader, 1)
 
 def test_process_that_has_ended_counts_nothing():
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and nobody has fetched its exit code
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and its exit code has not been fetched
     assert memory_excess([process.pid, 2**22 + 1], 1, uid=os.geteuid(), several=True) == ""
     process.wait()
 

@@ -1,4 +1,4 @@
-"""What HTTP cannot provoke: processes that hang, requests that are given up, leaks over many requests."""
+"""Cases that HTTP cannot provoke: processes that hang, abandoned requests, leaks over many requests."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> N
 
 
 def my_processes() -> list[psutil.Process]:
-    """The pool's: all children, but those that other tests of this session keep (the verifier's workers)."""
+    """Return the pool's processes: all children except those kept by other tests of this session (verifier workers)."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:

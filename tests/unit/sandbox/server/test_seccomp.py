@@ -1,4 +1,4 @@
-"""The filter for programs, where it allows or denies a call by its arguments; see also test_isolation.py."""
+"""The filter for programs, if it allows or denies a call by its arguments; see also test_isolation.py."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sessions, through HTTP: what they keep, what bounds them, and that nothing of them is left."""
+"""Sessions over HTTP: what they keep, what bounds them, and that they leave nothing behind."""
 
 import base64
 import contextlib
@@ -101,7 +101,7 @@ def test_program_that_breaks_the_protocol_only_ends_its_own_session(server, sess
         "import os; os.close(3)",
         "import os; os.write(3, b'lies'[:3])",
         "import os; os.write(3, b'x' * 5000)",
-        # says that it is done, goes on in the next call, and closes the socket with that call unread
+        # says that it is done, continues in the next call, and closes the socket with that call unread
         "import os, time; os.write(3, bytes(4)); time.sleep(0.2); os.close(3)",
     ):
         server.run("x = 1", session_id=session)
@@ -227,11 +227,11 @@ threading.Thread(target=spin, daemon=True).start()
     assert used_cpu_s(server, 0.5) < 0.2
     code = "time.sleep(0.05); print(count)"
     counts = [int(server.run(code, session_id=session)["run_result"]["stdout"]) for _ in range(2)]
-    assert counts[0] < counts[1]  # and goes on in the next call
+    assert counts[0] < counts[1]  # and continues in the next call
 
 
 def has_threads(process: psutil.Process) -> bool:
-    """Of all of the server's, only a program that starts threads; a dead one has none."""
+    """Of the server's processes, only a program that starts threads has any; a dead one has none."""
     try:
         return process.num_threads() > 1
     except psutil.NoSuchProcess:
@@ -239,7 +239,7 @@ def has_threads(process: psutil.Process) -> bool:
 
 
 def used_cpu_s(server: Server, during_s: float) -> float:
-    """CPU time that the server's processes use within `during_s` from now."""
+    """Return the CPU time that the server's processes use in the next `during_s` seconds."""
     before = total_cpu_s(server)
     time.sleep(during_s)
     return total_cpu_s(server) - before
@@ -248,7 +248,7 @@ def used_cpu_s(server: Server, during_s: float) -> float:
 def total_cpu_s(server: Server) -> float:
     total_s = 0.0
     for process in server.descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it was killed since it was listed
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was killed after it was listed
             total_s += sum(process.cpu_times()[:2])
     return total_s
 

@@ -1,4 +1,4 @@
-"""What programs may read of the machine, and that the server does not start where the answers are among it."""
+"""What programs may read of the machine, and that the server does not start if that includes the answers."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def start(python: str, checkout: Path, **environment: str) -> subprocess.Complet
 
 @pytest.fixture
 def python(tmp_path) -> str:
-    """Of an environment whose `lib` programs may read."""
+    """The Python of an environment whose `lib` programs may read."""
     tmp_path.chmod(0o755)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True, timeout=50)
     return str(tmp_path / "env/bin/python")
@@ -95,7 +95,7 @@ def test_server_does_not_start_where_its_checkout_is_readable(tmp_path, python):
 
 
 def test_server_starts_where_a_python_below_its_environment_has_the_package(tmp_path, python):
-    """As a venv made with --system-site-packages: what is installed is code, and no checkout."""
+    """As in a venv made with --system-site-packages: what is installed is code, not a checkout."""
     installed = tmp_path / "env/lib/below/site-packages"
     shutil.copytree(REPOSITORY / "verl_ext", installed / "verl_ext", ignore=shutil.ignore_patterns("__pycache__"))
     paths = [str(installed), sysconfig.get_path("purelib")]

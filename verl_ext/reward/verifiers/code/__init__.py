@@ -1,14 +1,14 @@
-"""Code: run the response's program against test cases in the sandbox. Nothing of it runs in this process.
+"""Code: run the response's program against test cases in the sandbox, never in this process.
 
-Tests and expected values never share a process with the program: what is expected of standard output is compared here,
-and tests run in a sandbox program of their own, to which the solution's gives plain data (dialogue.py).
+Tests and expected values never share a process with the program: expected standard output is compared here, and tests
+run in a separate sandbox program, to which the solution's program gives plain data (dialogue.py).
 prepare.py reads a test, and refusals.py says which tests can judge no program. solution.py, tests.py, handles.py and
 values.py run in the sandbox, sent there as source.
 
 A ground truth is a mapping, its JSON, or a string that is neither, which is one test in Python:
 
 - `{"tests": ["assert add(1, 2) == 3", ...]}`: Python that calls what the program defines, each test separately.
-  Functions `test_...` and classes of unittest run too.
+  Functions `test_...` and unittest classes run too.
 - `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: standard input, and what the program must print for it.
 """
 
@@ -25,8 +25,8 @@ from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
 from verl_ext.reward.verifiers.code.prepare import prepare
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 
-# Of any language, whose end must not be taken for a beginning: at the start of a line; of Python or of none also within
-# one. A fence of Python within a block begins anew: the block was never closed.
+# A fence of any language at the start of a line, since its end must not be taken for a beginning; of Python or of none
+# also within a line. A Python fence within a block begins a new block: the first was never closed.
 _FENCE = re.compile(
     r"(?:^[ \t]*```(?P<language>[^\n`]*)|```(?P<python>(?i:python3?|py)\b[^\n`]*|[ \t]*))\n"
     r"(?P<body>(?:(?!```(?i:python3?|py)\b).)*?)```(?!(?i:python3?|py)\b)",
@@ -47,10 +47,10 @@ class Case:
 class CodeVerifier:
     """`acc` is the share of test cases that pass, or with `all_or_nothing` 1 if all do and 0 otherwise.
 
-    The program is the last fenced block of Python after the last `</think>`. What it causes, by an error, a time-out, a
-    wrong or unreadable result, or a sandbox that is lost with it twice but runs another program in between, is the
-    model's failure. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that is no
-    test of any program: it passes or fails without one, or gives a program an argument that is no data.
+    The program is the last fenced block of Python after the last `</think>`. A failure that it causes is the model's:
+    an error, a time-out, a wrong or unreadable result, or a sandbox that is lost with it twice but runs another program
+    in between. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that tests no
+    program: it passes or fails without one, or gives a program an argument that is not data.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CodeVerifier:
         """
         Args:
             urls: of sandbox servers; None takes those of the run, `retool.sandbox.urls`.
-            timeout_s: of one run of a program or of a test.
+            timeout_s: for one run of a program or of a test.
             max_concurrency: test cases in flight from this process.
             client_settings: further arguments of `SandboxClient`.
         Raises:
@@ -100,7 +100,7 @@ class CodeVerifier:
         await self._client.aclose()
 
     async def _passes(self, program: str, case: Case) -> tuple[bool | None, str]:
-        """Whether the program is right; None and the reason where that is open."""
+        """Return whether the program is right; None and the reason if that is open."""
         if case.test is not None:
             return await self._dialogue.passes(program, case.test)
         result = await self._run(program, case.stdin)
@@ -109,17 +109,17 @@ class CodeVerifier:
         return result.status == "ok" and _lines(result.stdout) == _lines(case.stdout), ""
 
     async def _run(self, program: str, stdin: str = "") -> RunResult | None:
-        """Run a program; None where the sandbox failed, which the program has not caused (see `RunResult`)."""
+        """Run a program; return None if the sandbox failed without the program's fault (see `RunResult`)."""
         try:
             result = await self._client.run(program, stdin=stdin, **self._limits)
-        except ValueError:  # refused as such: too large, say. Where every program is, by a wrong URL, this one raises.
+        except ValueError:  # refused, as too large, say. If every program is (a wrong URL), this raises.
             await self._client.run(CONTROL_PROGRAM, **self._limits)
             return RunResult("code_error", "", "", None, 0.0, 0.0, 1, "")
         return None if result.status == "sandbox_failure" else result
 
 
 def extract_program(response_text: str) -> str | None:
-    """The last complete fenced block of Python (or of no language) after the last `</think>`; None without one."""
+    """Return the last complete fenced block of Python (or no language) after the last `</think>`; None without one."""
     fences = _FENCE.finditer(response_text.rpartition("</think>")[2])
     blocks = [each["body"] for each in fences if each["body"] and _language(each) in _LANGUAGES]
     return blocks[-1] if blocks and blocks[-1].strip() else None
@@ -130,10 +130,10 @@ def _language(fence: re.Match[str]) -> str:
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """The test cases of a ground truth; see the top of this file.
+    """Return the test cases of a ground truth; see the top of this file.
 
     Raises:
-        ValueError: there is none, or inputs and outputs do not pair up.
+        ValueError: there is no test case, or inputs and outputs do not pair up.
     """
     data = ground_truth
     if isinstance(data, str):
@@ -142,7 +142,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
         except ValueError:
             data = {"tests": [data]}
     if isinstance(data, Mapping):
-        # Lists, which come out of a parquet file as arrays, or as None.
+        # Lists come out of a parquet file as arrays, or as None.
         columns = (data.get(key) for key in ("tests", "inputs", "outputs"))
         tests, inputs, outputs = ([] if column is None else list(column) for column in columns)
         if tests and all(isinstance(test, str) and test.strip() for test in tests):
@@ -156,15 +156,15 @@ def read_cases(ground_truth: Any) -> list[Case]:
 
 
 def refused_tests(ground_truth: Any) -> list[str]:
-    """Why tests of a ground truth can judge no program, a reason each; responses to such a row are all "unknown".
+    """Return why tests of a ground truth can judge no program, a reason each; responses to such rows are "unknown".
 
     Raises:
-        ValueError: as `read_cases`; or a test is no Python.
+        ValueError: as for `read_cases`, or a test is not Python.
     """
     tests = [case.test for case in read_cases(ground_truth) if case.test is not None]
     return [why for test in tests if (why := prepare(test).refusal)]
 
 
 def _lines(output: str) -> list[str]:
-    """What counts of printed output: its lines without trailing space, and without empty ones at the end."""
+    """Return what counts in printed output: its lines without trailing space, and without empty ones at the end."""
     return [line.rstrip() for line in output.rstrip().split("\n")]

@@ -1,9 +1,9 @@
 """One test of a solution, in rounds: tests and expected values never share a process with the solution.
 
-The test runs in a sandbox program of its own (tests.py), where the solution's names are proxies. It asks for
-calls; the solution's program (solution.py) makes them, all from the beginning in each round, so that its state is
-right, and gives the results as plain data (values.py); the test runs again with them. Most tests take one run of
-the solution and one of the test: what a test asks first does not depend on the solution, and is remembered.
+The test runs in a separate sandbox program (tests.py), where the solution's names are proxies. It asks for calls; the
+solution's program (solution.py) makes them, all from the beginning in each round, so that its state is right, and gives
+the results as plain data (values.py); the test runs again with them. Most tests take one run of the solution and one of
+the test, because a test's first requests do not depend on the solution and are remembered.
 """
 
 import binascii
@@ -27,7 +27,7 @@ MAX_ROUNDS = 30
 MAX_ANSWERS = 8 << 20  # characters of all answers of a test
 MAX_FIRST_REQUESTS = 4096  # tests whose first requests are remembered
 
-# Runs a program in the sandbox; None where the sandbox failed, which the program has not caused.
+# Runs a program in the sandbox; None if the sandbox failed without the program's fault.
 RunProgram = Callable[[str], Awaitable[RunResult | None]]
 
 
@@ -36,7 +36,7 @@ class Dialogue:
 
     Args:
         run: see `RunProgram`.
-        timeout_s: that `run` gives a program; a solution gets twice as much in all rounds of a test together.
+        timeout_s: time that `run` gives a program; a solution gets twice as much over all rounds of a test.
     """
 
     def __init__(self, run: RunProgram, timeout_s: float):
@@ -45,10 +45,10 @@ class Dialogue:
         self._first: dict[str, dict[str, Any]] = {}
 
     async def passes(self, program: str, test: str) -> tuple[bool | None, str]:
-        """Whether a solution passes a test, and why not; None where the sandbox failed, or the test is no test of it.
+        """Return whether a solution passes a test, and why not; None if the sandbox failed or the test cannot judge it.
 
         Raises:
-            ValueError: the test is no Python.
+            ValueError: the test is not Python.
         """
         prepared = prepare(test)
         if prepared.refusal:
@@ -93,7 +93,7 @@ class Dialogue:
     async def _run_test(
         self, prepared: Prepared, requests: list[Any], answers: list[str], paused: bool = False
     ) -> dict[str, Any] | None:
-        """The report of one run of a test: `passed`, or `need` and `from`; None where the sandbox failed."""
+        """Return the report of one run of a test: `passed`, or `need` and `from`; None if the sandbox failed."""
         mark = secrets.token_hex(16)  # not known when the answers were given: no answer can hold a report
         played = list(zip(requests, answers, strict=False))
         if len(answers) < len(requests) and not paused:
@@ -101,7 +101,7 @@ class Dialogue:
         result = await self._run(test_program(prepared, mark, played))
         if result is None:
             return None
-        # Of several reports, the last is whole unless the test was stopped while it wrote it.
+        # The last of several reports is whole, unless the test was stopped while writing it.
         for line in reversed(result.stdout.split("\n")):
             with suppress(ValueError, RecursionError):
                 if line.startswith(mark):
@@ -110,24 +110,24 @@ class Dialogue:
 
 
 def _why_no_test(first: dict[str, Any]) -> str:
-    """Why no program can pass a test, or fail it, by the report of its run without one; "" for any other test."""
+    """Return why no program can pass, or fail, a test, by the report of its run without one; "" for other tests."""
     if "unpassable" in first:
         return first["unpassable"]
     if "need" in first:
         return ""
     if first["passed"]:
         return "a test passes and never asks the program for anything"
-    return f"a test fails before it asks the program for anything ({first['why']})"  # it imports what is not there, say
+    return f"a test fails before it asks the program for anything ({first['why']})"  # say, a missing import
 
 
 def solution_program(program: str, requests: list[Any], known: int) -> str:
-    """What the sandbox runs for a solution: its code, and the calls to make; answers from number `known` on are new."""
+    """Return the sandbox program of a solution: its code and the calls to make; answers from `known` on are new."""
     requests_json = json.dumps(requests)
     return f"{_sources('values', 'solution')}\nserve({program!r}, json.loads({requests_json!r}), {known})\n"
 
 
 def test_program(prepared: Prepared, mark: str, played: list[tuple[Any, str | None]]) -> str:
-    """What the sandbox runs for a test: its code, and each call so far with its answer."""
+    """Return the sandbox program of a test: its code, and each call so far with its answer."""
     played_json = json.dumps(played)
     return (
         f"{_sources('values', 'handles', 'tests')}\nrun_test({prepared.source!r}, {mark!r}, "
@@ -138,7 +138,7 @@ def test_program(prepared: Prepared, mark: str, played: list[tuple[Any, str | No
 
 @cache
 def _sources(*names: str) -> str:
-    """Modules of this folder as one program, without the imports of each other; compiled, where the Python is ours."""
+    """Join modules of this folder to one program, without imports of each other; compiled if the Python is the same."""
     folder = Path(__file__).parent
     lines = [line for name in names for line in (folder / f"{name}.py").read_text(encoding="utf-8").split("\n")]
     source = "\n".join(line for line in lines if not line.startswith("from verl_ext"))

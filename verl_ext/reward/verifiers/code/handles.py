@@ -1,14 +1,14 @@
-"""What stands for the solution's objects in the program that holds the tests. Sent there as source, with tests.py.
+"""Stand-ins for the solution's objects in the program that holds the tests. Sent there as source, with tests.py.
 
-The solution decides nothing here: what comes from it is data, and an object is compared by its data, never by its
-methods. A guess stands for an answer that is not known yet, so that a test can ask for more than one in a round.
+The solution decides nothing here: it sends only data, and an object is compared by its data, never by its methods. A
+guess stands for an answer that is not known yet, so that a test can ask for more than one in a round.
 """
 
 import operator
 
 CHUNK = 64  # items of an iterator that are asked for at once
 BUILTIN_NAMES = {name for kind in (str, bytes, int, float, list, dict, set, tuple) for name in dir(kind)}
-# What an object could say of an expected value that it is shown: asked only of objects of a class under test.
+# Methods by which an object could judge an expected value that it is shown: only for objects of a class under test.
 VERDICTS = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals", "count", "index", "find"}
 VERDICTS |= {name for name in BUILTIN_NAMES if name.startswith("is")}
 DESCRIPTIONS = "__name__ __qualname__ __doc__ __dict__ __wrapped__".split()  # special names that may be asked for
@@ -20,8 +20,8 @@ OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rsh
 class Handle:
     """An object of the solution, by its number there; `_content` is that of a class derived from a built-in type.
 
-    `level`: CLASS for a class under test, INSTANCE for what it makes, which may have operators of its own; below, an
-    object has none: what a function returns would be shown the expected value and asked whether it is right.
+    `level`: CLASS for a class under test, INSTANCE for its instances, which may have their own operators. Objects of
+    lower levels have none: a function's result would be shown the expected value and asked whether it is right.
     """
 
     def __init__(self, run, wire, name, level):
@@ -35,7 +35,7 @@ class Handle:
         return self._run.ask(verb, [self, *args], kwargs, level_of(verb, self._level))
 
     def _own(self, name, verb, *args):
-        """The content's answer, or that of an object under test; TypeError for any other object."""
+        """Return the content's answer, or that of an object under test; raise TypeError for any other object."""
         if self._content is not None:
             return getattr(operator, name)(self._content, *args)
         if self._level >= INSTANCE or all(isinstance(arg, Handle) for arg in args):
@@ -89,7 +89,7 @@ class Handle:
         if not self._items:
             raise StopIteration
         item = self._items.pop()
-        if issubclass(type(item), BaseException):  # which ended the iterator: no data of the solution's is one
+        if issubclass(type(item), BaseException):  # it ended the iterator: the solution's data are never exceptions
             raise item
         return item
 
@@ -122,14 +122,14 @@ class Handle:
 
 
 def level_of(verb, level):
-    """The level of what an object of this level gives."""
+    """Return the level of the objects that an object of this level gives."""
     if verb == "call" and level in (CLASS, LIKE_CLASS):
         return level - 1
     return level if verb in OPERATORS and level in (INSTANCE, LIKE_INSTANCE) else OTHER
 
 
 def same(first, second, seen):
-    """Whether two objects of the solution are the same, or of the same class and in the same state."""
+    """Return whether two objects of the solution are the same, or of the same class and in the same state."""
     if not type(first) is type(second) is Handle:
         return first == second
     if first._wire == second._wire:
@@ -147,7 +147,7 @@ def same(first, second, seen):
 
 
 def _define():
-    """The operators of handles."""
+    """Define the operators of handles."""
 
     def own(name, verb):
         return lambda self, *args: self._own(name, verb, *args)
@@ -183,7 +183,7 @@ _define()
 
 
 class Guess:
-    """Stands for an answer that is not known yet: `number` is that of its request, None for what was worked out."""
+    """A stand-in for an answer that is not known yet; `number` is that of its request, None for a derived value."""
 
     def __init__(self, run, number, level=OTHER):
         vars(self).update(_run=run, _number=number, _level=level, _ended=False)

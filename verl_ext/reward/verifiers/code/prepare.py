@@ -1,7 +1,6 @@
-"""A test as the sandbox runs it: what a test runner would collect is called, and what may travel of it is found.
+"""Prepare a test for the sandbox: call what a test runner would collect, and find the parts of it that may travel.
 
-Functions `test_...` and classes of unittest, called by nothing in the test, only define something, and would pass
-whatever the program is.
+Without a call, functions `test_...` and unittest classes only define something, and would pass whatever the program is.
 """
 
 import ast
@@ -35,10 +34,10 @@ class Prepared:
 
 @lru_cache(maxsize=4096)
 def prepare(test: str) -> Prepared:
-    """A test such that its asserts may fail while it guesses; what may travel of it, found by its syntax.
+    """Prepare a test so that its asserts may fail while it guesses, and find by its syntax what of it may travel.
 
     Raises:
-        ValueError: it is no Python.
+        ValueError: the test is not Python.
     """
     try:
         tree = ast.parse(test)
@@ -67,7 +66,7 @@ def prepare(test: str) -> Prepared:
 
 
 def _call_collected(tree: ast.Module) -> ast.Module:
-    """The module with a call of each such function and a run of each such class at its end, instead of unittest's."""
+    """Append a call of each such function and a run of each such class to the module, instead of unittest's."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     calls, runs = [], []
     for node in tree.body:
@@ -88,7 +87,7 @@ def _required_arguments(node: ast.FunctionDef) -> bool:
 
 
 class _WithoutMain(ast.NodeTransformer):
-    """Without calls of `unittest.main`, which would look for the classes in the program that serves the test."""
+    """Removes calls of `unittest.main`, which would look for the classes in the program that serves the test."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         is_main = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "unittest.main"
@@ -97,7 +96,7 @@ class _WithoutMain(ast.NodeTransformer):
 
 class _TolerantAsserts(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
-        """`assert x, text` as `try: assert x`, with `except: if not _guessing_(): raise`."""
+        """Write `assert x, text` as `try: assert x`, with `except: if not _guessing_(): raise`."""
         again = ast.If(
             ast.UnaryOp(ast.Not(), ast.Call(ast.Name("_guessing_", ast.Load()), [], [])), [ast.Raise(None, None)], []
         )
@@ -105,7 +104,7 @@ class _TolerantAsserts(ast.NodeTransformer):
 
 
 def _is_closed(node: ast.AST) -> bool:
-    """Whether a function needs no name but its own and builtins."""
+    """Return whether a function needs only its own names and builtins."""
     bound = _bound_names(node)
     return all(
         inner.id in bound or hasattr(builtins, inner.id) for inner in ast.walk(node) if isinstance(inner, ast.Name)
@@ -113,7 +112,7 @@ def _is_closed(node: ast.AST) -> bool:
 
 
 def _bound_names(tree: ast.AST) -> set[str]:
-    """Names that code defines somewhere: assigned, imported, of functions, classes and arguments."""
+    """Return names that code defines anywhere: by assignment or import, of functions, classes and arguments."""
     bound = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -128,9 +127,9 @@ def _bound_names(tree: ast.AST) -> set[str]:
 
 
 def _classes(nodes: list[ast.AST]) -> list[str]:
-    """Names with a capital letter that the test uses as classes.
+    """Return names with a capital letter that the test uses as classes.
 
-    What they make has an attribute that no number, string or container has, or is compared with what they make.
+    The test reads an attribute of an instance that no number, string or container has, or compares two instances.
     """
 
     def makes(node: ast.AST) -> str:
@@ -155,9 +154,9 @@ def _classes(nodes: list[ast.AST]) -> list[str]:
 
 
 def _own_builtin(tree: ast.Module, names: set[str]) -> str:
-    """The builtin whose name the solution has taken (`assert sum(10, 15) == 25`); "" where the test has other names.
+    """Return the builtin whose name the solution takes (`assert sum(10, 15) == 25`); "" if the test has other names.
 
-    One name at most: others, such as abs, are what the test checks with.
+    It is at most one name: the test uses others, such as abs, for its checks.
     """
     bound = _bound_names(tree) | {"_guessing_"}
     if any(not hasattr(builtins, name) for name in names - bound):

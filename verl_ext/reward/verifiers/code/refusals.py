@@ -1,7 +1,7 @@
 """Tests that can judge no program, because of what they do with an object that stays in another process.
 
-An event loop runs no coroutine of another process, although a test of its own can await one; and nothing can be sent
-into a generator there. A right program would fail such a test, so it is refused by its syntax, for every program alike.
+An event loop runs no coroutine of another process, although a coroutine of the test can await one; and nothing can be
+sent into a generator there. A right program would fail such a test, so its syntax is refused for every program.
 """
 
 import ast
@@ -20,7 +20,7 @@ CONSUMERS |= {"all", "len", "print", "isinstance", "type"}
 
 
 def why_refused(tree: ast.Module) -> str:
-    """Why a test can judge no program; "" for one that can."""
+    """Return why a test can judge no program; "" for one that can."""
     nodes = list(ast.walk(tree))
     if what := _runs(nodes):
         return f"the test runs {what!r} as a coroutine, which stays with the program"
@@ -37,7 +37,7 @@ def why_refused(tree: ast.Module) -> str:
 
 
 def _runs(nodes: list[ast.AST]) -> str:
-    """What of the program's a test gives to an event loop, or to `async for` and `async with`."""
+    """Return what a test gives from the program to an event loop, or to `async for` and `async with`."""
     own = ASYNC_LIBRARIES | _imported(nodes, ASYNC_LIBRARIES)
     own |= {node.name for node in nodes if isinstance(node, ast.AsyncFunctionDef | ast.ClassDef)}
 
@@ -49,7 +49,7 @@ def _runs(nodes: list[ast.AST]) -> str:
             root = root.value
         return isinstance(root, ast.Name) and root.id in own
 
-    for node in nodes:  # in the order of the text, nearly: a variable that holds what is the test's own
+    for node in nodes:  # nearly in the order of the text: variables that hold the test's own objects
         if isinstance(node, ast.Assign) and is_own(node.value):
             own |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.withitem) and isinstance(node.optional_vars, ast.Name) and is_own(node.context_expr):
@@ -72,7 +72,7 @@ def _runs(nodes: list[ast.AST]) -> str:
 
 
 def _is_of_loop(function: ast.AST, own: set[str]) -> bool:
-    """`asyncio.run` or `run` of it; `create_task` and its like of anything, such as a group."""
+    """Return whether a function is `asyncio.run` or `run` of it, or `create_task` and the like of any object."""
     if isinstance(function, ast.Name):
         return function.id in own
     return _last_name(function) not in ("run", "wait") or ast.unparse(function).partition(".")[0] in own
@@ -92,7 +92,7 @@ def _asks(nodes: list[ast.AST]) -> str:
 
 
 def _sends(nodes: list[ast.AST]) -> str:
-    """The attribute by which a test talks to a generator; an object that a class made may have one of its own."""
+    """Return the attribute by which a test talks to a generator; an instance of a class may have such an attribute."""
     own = _imported(nodes)
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and _is_made_by_class(node.value):
@@ -117,7 +117,7 @@ def _is_made_by_class(node: ast.AST | None) -> bool:
 
 
 def _shared_iterator(nodes: list[ast.AST]) -> str:
-    """A variable that holds an iterator which a function of the program gets, and that the test reads again."""
+    """Return a variable with an iterator that a function of the program gets and that the test reads again."""
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     yields = (ast.Yield, ast.YieldFrom)
     generators = {node.name for node in functions if any(isinstance(each, yields) for each in ast.walk(node))}
@@ -145,7 +145,7 @@ def _is_iterator(node: ast.AST, generators: set[str]) -> bool:
 
 
 def _imported(nodes: list[ast.AST], libraries: set[str] | None = None) -> set[str]:
-    """The names that imports bind; of `libraries` only, if given."""
+    """Return the names that imports bind; only those of `libraries`, if given."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -157,5 +157,5 @@ def _imported(nodes: list[ast.AST], libraries: set[str] | None = None) -> set[st
 
 
 def _last_name(node: ast.AST) -> str:
-    """`run` of `run` and of `asyncio.run`; "" of anything else."""
+    """Return `run` for `run` and for `asyncio.run`; "" for anything else."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

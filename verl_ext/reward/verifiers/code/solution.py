@@ -1,7 +1,7 @@
 """The program that holds the solution: answers calls, in the order in which the tests make them. Sent as source.
 
-It follows values.py in one file, and ends with `serve(program, requests, known)`. The solution may do here what it
-likes: there is nothing of the tests but the calls, and what this process prints is taken for returned data only.
+It follows values.py in one file, and ends with `serve(program, requests, known)`. The solution may do anything here:
+only the tests' calls are present, and the output of this process is only taken for returned data.
 """
 
 import builtins
@@ -17,7 +17,7 @@ import types
 
 from verl_ext.reward.verifiers.code.values import decode, encode
 
-MAX_PRINTED = 1 << 16  # characters of what one call prints
+MAX_PRINTED = 1 << 16  # characters that one call prints
 MAX_OUTPUT = 900_000  # characters of answers in one run; the sandbox keeps a million bytes
 LOADED = "loaded"
 PAUSED = "paused"  # more answers than fit into one run
@@ -58,7 +58,7 @@ class Solution:
         self.objects, self.numbers, self.results = [], {}, []
 
     def answer(self, verb, args, kwargs):
-        """{"value": ...} or {"error": ...}; with "args" if the call changed them, and "printed"."""
+        """Return {"value": ...} or {"error": ...}, with "args" if the call changed them, and "printed"."""
         sys.stdout = printed = io.StringIO()
         value, answer = None, {}
         try:
@@ -80,7 +80,7 @@ class Solution:
         return answer | ({"printed": text[:MAX_PRINTED]} if text else {})
 
     def mutable(self, args, kwargs):
-        """The arguments as JSON, if a call can change them in place."""
+        """Return the arguments as JSON, if a call can change them in place."""
         values = [*args, *kwargs.values()]
         if any(isinstance(value, (list, dict, set, bytearray, tuple)) for value in values):
             return [[self.encode(value) for value in args], {name: self.encode(kwargs[name]) for name in kwargs}]
@@ -93,7 +93,7 @@ class Solution:
             raise NameError(f"name {args[0]!r} is not defined")
         if verb == "call":
             return args[0](*args[1:], **kwargs)
-        if verb == "take":  # up to so many items of an iterator, and the error that ended it
+        if verb == "take":  # up to a number of items of an iterator, and the error that ended it
             items = []
             try:
                 items.extend(itertools.islice(args[0], args[1]))
@@ -154,7 +154,7 @@ class Solution:
         raise ValueError(f"no such value: {kind!r}")
 
     def describe(self, error):
-        """The names of its classes down to a built-in one, and its arguments."""
+        """Return the names of an error's classes down to a built-in one, and its arguments."""
         try:
             plain = (int, float, str, bool, type(None))
             arguments = [item if type(item) in plain else str(item) for item in error.args]

@@ -1,7 +1,7 @@
 """The program that holds the tests: the solution's names are proxies, which ask for calls. Sent as source.
 
 It follows values.py and handles.py in one file, and ends with `run_test(...)`. A call whose answer is known returns
-the answer. The first call without an answer is asked for; then the test goes on with guesses, only to ask for further
+the answer. The first call without an answer is asked for; then the test continues with guesses, only to ask for further
 calls in the same round.
 """
 
@@ -20,13 +20,13 @@ import types
 from verl_ext.reward.verifiers.code.handles import CLASS, LIKE_CLASS, OTHER, Guess, Handle
 from verl_ext.reward.verifiers.code.values import decode, encode
 
-GUESS_S = 0.5  # of CPU time, for going on with guesses
+GUESS_S = 0.5  # of CPU time, for continuing with guesses
 MAX_REQUESTS = 4000  # asked for in one round
 MAX_REPORT = 700_000  # characters; the sandbox keeps a million bytes of output
 
 
 class Unpassable(TypeError):
-    """The test passes what is no data, so that no program can be called with it."""
+    """The test passes an argument that is not data, so that no program can be called with it."""
 
 
 class Replay:
@@ -60,7 +60,7 @@ class Replay:
         return Guess(self, number, level)
 
     def settle(self, args, kwargs, answer, level):
-        """Make a known answer happen: what was printed, what was changed, and the value or the error."""
+        """Apply a known answer: what was printed, what was changed, and the value or the error."""
         if "printed" in answer:
             print(answer["printed"], end="")
         if answer.get("args"):
@@ -74,10 +74,10 @@ class Replay:
         return self.decode(answer["value"], level)
 
     def exception(self, names, args):
-        """An exception of the solution's; its own classes are made here, by name, over a built-in one."""
+        """Return an exception of the solution; its own classes are made here, by name, over a built-in one."""
         kind = self.exception_class(names)
         if issubclass(kind, (StopIteration, StopAsyncIteration, GeneratorExit)):
-            kind = RuntimeError  # else it would end a loop of the test, and with it what the loop checks
+            kind = RuntimeError  # otherwise it would end a loop of the test, and the loop's checks with it
         try:
             return kind(*args)
         except Exception:
@@ -94,7 +94,7 @@ class Replay:
 
     def start_guessing(self, request, number):
         self.guessing, self.start = True, number
-        self.write({"from": number, "need": [request]})  # should the guesses end this process
+        self.write({"from": number, "need": [request]})  # in case the guesses end this process
         signal.signal(signal.SIGPROF, lambda *_: self.stop())
         signal.setitimer(signal.ITIMER_PROF, GUESS_S)
 
@@ -122,13 +122,13 @@ class Replay:
             return content
         if isinstance(value, (types.BuiltinFunctionType, types.FunctionType, types.MethodDescriptorType, type)):
             return self.function(value)
-        # Of a file, or an object of a class of the test's own, the solution may use more than its items.
+        # The solution may use more than the items of a file, or of an object of one of the test's classes.
         if hasattr(value, "__next__") and not hasattr(value, "read") and type(value).__module__ != "__main__":
             return ["iterator", [self.encode(item) for item in value]]
         raise Unpassable(f"the test passes an object of {type(value).__name__!r}, which is no plain data")
 
     def function(self, value):
-        """As what the other side can import, or as the source of a function that needs nothing else."""
+        """Encode a function as an import for the other side, or as the source of one that needs nothing else."""
         module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
         owner = getattr(value, "__self__", None)
         if not (owner is None or isinstance(owner, types.ModuleType)):
@@ -159,7 +159,7 @@ class Replay:
         return handle
 
     def resolve(self, asked):
-        """A request that was made with guesses, with the answers that they stood for."""
+        """Return a request that was made with guesses, with the answers that they stood for."""
         if isinstance(asked, dict):
             return {name: self.resolve(item) for name, item in asked.items()}
         if not isinstance(asked, list):
@@ -171,7 +171,7 @@ class Replay:
 
 
 class Names(dict):
-    """Globals of the test: what it does not define itself, and is no builtin, is the solution's."""
+    """Globals of the test: a name that it does not define itself, and that is not a builtin, is the solution's."""
 
     def __missing__(self, name):
         run = self["_run_"]
@@ -188,7 +188,7 @@ class Names(dict):
 
 
 def update(old, new):
-    """Change `old` in place into `new`, where it is of a type that can be changed."""
+    """Change `old` in place into `new`, if its type can be changed."""
     if type(old) is not type(new) or old is new:
         return
     if isinstance(old, (list, tuple)):
@@ -205,7 +205,7 @@ def update(old, new):
 
 
 def read_answer(line):
-    """An answer of the solution's; None for what is none."""
+    """Read an answer of the solution; None if it is not one."""
     try:
         answer = json.loads(line)
     except (TypeError, ValueError, RecursionError):
@@ -222,7 +222,7 @@ def run_test(test, mark, played, functions, modules, classes, own_builtin):
         functions: (line, source) of the functions of the test that can be passed on.
         modules: names that are modules, whether or not the test imports them.
         classes: names of classes under test.
-        own_builtin: the name of a builtin that is the solution's here.
+        own_builtin: the name of a builtin that means the solution's function here.
     """
     output = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -235,7 +235,7 @@ def run_test(test, mark, played, functions, modules, classes, own_builtin):
         sys.modules["numpy"].random.seed(0)
     namespace = Names(__name__="__main__", __annotations__={}, _run_=run, _guessing_=lambda: run.guessing)
     try:
-        # Annotations stay text: List need not be known here.
+        # Annotations stay text, so that List need not be known here.
         exec(compile(test, "test.py", "exec", __future__.annotations.compiler_flag, dont_inherit=True), namespace)
         outcome = {"passed": True, "why": ""}
     except BaseException as error:

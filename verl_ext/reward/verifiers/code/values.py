@@ -2,7 +2,7 @@
 
 Only data passes: None, bool, int, float, str as they are; ["list", [...]], and so on, for exact built-in types; a few
 types of the standard library and arrays as ["made", kind, data]; anything else as ["object", number, type name], a
-handle. An instance of a class derived from a built-in type is a handle that also tells its content.
+handle. An instance of a class derived from a built-in type is a handle that also carries its content.
 """
 
 import importlib
@@ -42,13 +42,17 @@ ARRAY_KINDS = "biufcU"  # of numpy: booleans, numbers and strings
 
 
 def encode(value, to_handle):
-    """`value` as JSON; `to_handle(value, content)` encodes what is no plain data. RecursionError: too deep, a cycle."""
+    """Return `value` as JSON; `to_handle(value, content)` encodes all but plain data.
+
+    Raises:
+        RecursionError: the value is too deep, or a cycle.
+    """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (list, tuple):
         return [kind.__name__, [encode(item, to_handle) for item in value]]
-    if kind in (set, frozenset):  # sorted: their order is another in each process
+    if kind in (set, frozenset):  # sorted, because their order differs between processes
         return [kind.__name__, sorted((encode(item, to_handle) for item in value), key=json.dumps)]
     if kind is dict:
         return ["dict", [[encode(key, to_handle), encode(item, to_handle)] for key, item in value.items()]]
@@ -68,7 +72,7 @@ def encode(value, to_handle):
 
 
 def take_apart(kind, value):
-    """(data, name) of a type that is put together again on the other side; (data, None): the data will do."""
+    """Return (data, name) for a type that is rebuilt on the other side, or (data, None) if the data is enough."""
     module, name = kind.__module__, f"{kind.__module__}.{kind.__name__}"
     if name in MADE and kind is getattr(sys.modules.get(module), kind.__name__, None):
         if getattr(value, "tzinfo", None) is None:
@@ -94,7 +98,7 @@ def put_together(name, data):
 
 
 def decode(data, from_handle):
-    """The value of JSON made by `encode`; `from_handle(data)` decodes what is no plain data."""
+    """Return the value of JSON made by `encode`; `from_handle(data)` decodes all but plain data."""
     if not isinstance(data, list):
         return data
     kind = data[0]
