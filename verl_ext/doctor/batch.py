@@ -99,7 +99,7 @@ def _check_sft(run: Run) -> Iterator[Finding]:
 
 
 def _check_tokens(run: Run, section: str, key: str, micro: str = "", rows: int = 0) -> Iterator[Finding]:
-    """Check that a token budget times Ulysses holds the longest sequence; if not dynamic, that `micro` divides `rows`."""
+    """Check that a token budget times Ulysses holds the longest sequence, or that a fixed `micro` divides `rows`."""
     tokens = (run.get(f"{section}.{key}") or 0) * run.ulysses
     if micro and not run.get(f"{section}.use_dynamic_bsz"):
         size = run.get(f"{section}.{micro}")

@@ -162,11 +162,12 @@ def test_foreach_takes_four_bytes_a_parameter_at_the_step_and_fused_none():
 
 
 @pytest.mark.timeout(120)
-def test_compiled_entropy_keeps_the_logits_and_three_numbers_of_each_token():
+def test_compiled_entropy_keeps_the_logits_and_three_numbers_of_each_token(monkeypatch):
     """What the simulation's stand-in for it relies on; torch's partitioner chooses, without its compiler's C++."""
     import torch
     from verl.utils.torch_functional import entropy_from_logits
 
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a test before this one may have left it
     logits = torch.randn(16, 512, dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(entropy_from_logits, dynamic=True, backend="aot_eager_decomp_partition")
     kept = []
