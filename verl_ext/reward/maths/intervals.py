@@ -16,9 +16,9 @@ _LETTER = re.compile(r"(?<!\\)\b[a-zA-Z]\b")
 
 _TURNED = {">": "<", r"\ge": r"\le"}
 _CONDITION = re.compile(
-    r"\\\{\s*(?P<variable>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||:|\\colon(?![a-zA-Z]))(?P<rest>.*)\\\}"
+    r"\\\{\s*(?P<variable>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?[|:](?P<rest>.*)\\\}"
 )
-_SET = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb|emptyset|infty)(?![a-zA-Z])|^\\\{.*(?:\||:|\\colon).*\\\}$")
+_SET = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|infty)(?![a-zA-Z])|^\\\{.*[|:].*\\\}$")
 
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\(-\\infty\s*,\s*\\infty\s*\)")
 _IN_REALS = re.compile(rf"([a-zA-Z])\s*\\in\s*(?:{_REALS.pattern})")
@@ -55,7 +55,8 @@ def intervals_of(text: str) -> tuple[str, str] | None:
     `x>1, x<3`. Next to another condition, `-\infty<x<\infty` only says that x is a real number.
     """
     intervals, variables = [], set()
-    for alternative in split_top_level(text, r"\lor"):
+    alternatives = split_top_level(text, r"\lor")
+    for alternative in alternatives:
         parts = split_top_level(alternative, r"\land")
         texts = parts if len(parts) > 1 else split_top_level(alternative)
         holes = [hole for part in texts if r"\ne" in part and (hole := exclusions_of(part))]
@@ -70,23 +71,28 @@ def intervals_of(text: str) -> tuple[str, str] | None:
             conditions = [both]
         if None in conditions:
             return None
-        if holes and (pieces := _without(conditions[0], [points[2:-2] for _, points in holes])) is not None:
+        if holes:
+            points = [each[2:-2] for _, each in holes]
+            pieces, whole = _without(conditions[0], points), _without(conditions[0], [])
+            if pieces is None:
+                return None
+            # A point that lies outside may be meant for another alternative: x<1 or x>5, x \ne 0.
+            if len(alternatives) > 1 and any(_without(conditions[0], [point]) == whole for point in points):
+                return None
             intervals += pieces
             continue
-        if holes:
-            return None
         intervals += [f"{c.opening}{c.low},{c.high}{c.closing}" for c in conditions]
     return (variables.pop(), r"\cup ".join(intervals)) if len(variables) == 1 and intervals else None
 
 
 def _without(interval: "_Bounds", points: list[str]) -> list[str] | None:
     """Return the interval without some points, as intervals; None if its ends or the points are not all rational."""
-    numbers = {text: _read_end(text) for text in points}
+    numbers = {_read_end(text): text for text in points}
     low, high = _read_end(interval.low), _read_end(interval.high)
-    if None in numbers.values() or low is None or high is None:
+    if None in numbers or low is None or high is None:
         return None
     opening, start, closing, pieces = interval.opening, interval.low, interval.closing, []
-    for text, number in sorted(numbers.items(), key=lambda item: item[1]):
+    for number, text in sorted(numbers.items()):
         if number == low:
             opening = "("
         elif number == high:

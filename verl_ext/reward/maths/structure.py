@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
 _NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.DOTALL)
 
 # A union may be written as a difference of sets, which is not comparable part by part.
-_DIFFERENCE = re.compile(r"\\(?:setminus|backslash|cap)(?![a-zA-Z])|\\mathbb")
+_SET_ALGEBRA = re.compile(r"\\(?:setminus|cap)(?![a-zA-Z])|\\mathbb")
 
 CompareValues = Callable[[str, str], Comparison]
 
@@ -130,7 +130,7 @@ def _compare_sets(pred: str, gold: str, compare_values: CompareValues, element: 
         # -3 < x < 4 is no list -3, 4, which math-verify takes it for.
         sets = is_set(gold if RELATION.search(pred) else pred)
         return compare_values(pred, gold) if sets else Comparison(False, "structure")
-    if bool(_DIFFERENCE.search(pred)) != bool(_DIFFERENCE.search(gold)):
+    if bool(_SET_ALGEBRA.search(pred)) != bool(_SET_ALGEBRA.search(gold)):
         return compare_values(pred, gold)
     if any(len(split_top_level(side, r"\cup")) > 1 for side in (pred, gold)):
         return _compare_unions(pred, gold, compare_values)
@@ -232,7 +232,7 @@ def split_parts(text: str) -> Parts | None:
         return Parts("union", pieces_of_union(text))
     if is_braced(text):
         inside = text[2:-2]
-        if re.search(r"\||:|\\colon", inside):
+        if re.search(r"[|:]", inside):
             return None
         return Parts("values", _write_out(split_top_level(inside)))
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:

@@ -26,8 +26,8 @@ mL ml milliliter milliliters millilitre millilitres 毫升|gal gallon gallons|pi
 tbsp tablespoon tablespoons|tsp teaspoon teaspoons|acre acres|hectare hectares ha|degree degrees deg 度
 rad radian radians|unit units 单位|degC Celsius|degF Fahrenheit|dollar dollars USD buck bucks 美元|cent cents
 yuan RMB 元|euro euros EUR|GBP|rupee rupees|yen|penny pennies pence|mph|kph kmh|mps|Hz hertz|kHz|MHz|J joule joules|kJ
-cal|kcal|N newton newtons|W watt watts|kW kWh|V volt volts|amp amps|Pa|kPa|ohm ohms|mol mole moles|bit bits
-byte bytes KB MB GB TB|rpm|fps|knot knots|人 位 名|分|种|次|个|只|条|本|张|件|页|块
+cal|kcal|N newton newtons|W watt watts|kW|kWh|V volt volts|amp amps|Pa|kPa|ohm ohms|mol mole moles|bit bits
+byte bytes|KB|MB|GB|TB|rpm|fps|knot knots|人 位 名|分|种|次|个|只|条|本|张|件|页|块
 """
 _UNIT_OF = {word: unit.split()[0] for unit in re.split(r"[|\n]", _UNITS) for word in unit.split()}
 _CANONICAL = set(_UNIT_OF.values()) | {"degC", "degF"}
@@ -290,9 +290,11 @@ class _Grammar:
                 break
             end += 1
         words = [piece.lower() for piece in self._pieces[self._at : end]]
-        if not words or not all(self._is_harmless(word, last=word is words[-1]) for word in words):
+        if not words:
             return None
-        head = words[-1]
+        *others, head = words
+        if not all(self._is_harmless(word, last=False) for word in others) or not self._is_harmless(head, last=True):
+            return None
         plural = _is_plural(head) or head in self._nouns or bool(_CJK.fullmatch(head))
         if not (plural or one and len(head) > 2) or tuple(words[-2:]) in _ROOTS:
             return None
