@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
 from verl_ext.protocols.call_json import loads, short, what_is_wrong
-from verl_ext.protocols.thinking import THINK_START, THINK_STOP, without_thinking
+from verl_ext.protocols.thinking import THINK_START, THINK_STOP, end_of_thinking, without_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,13 +69,11 @@ class HermesProtocol:
         mentions: list[MalformedCall] = []  # tags without JSON: prose about a call, if there is another call
         limit, position, last_box = self._max_parallel_calls, 0, text.rfind("\\boxed{")
         if thinking:
-            over = text.find(THINK_STOP)
-            position = len(text) if over < 0 else over + len(THINK_STOP)
+            position = end_of_thinking(text)
         while len(found) + len(mentions) < limit + MAX_SURPLUS and (tag := _TAG.search(text, position)):
             position = tag.end()
             if tag[0] == THINK_START:
-                over = text.find(THINK_STOP, position)
-                position = len(text) if over < 0 else over + len(THINK_STOP)
+                position = end_of_thinking(text, position)
             elif tag[0] == THINK_STOP:  # the prompt opened it: all before it was thinking
                 found, mentions = [], []
             else:

@@ -21,6 +21,11 @@ def is_thinking(text: str, thinking: bool, start: int = 0, stop: int | None = No
     return tags[-1] == THINK_START if tags else thinking
 
 
+def end_of_thinking(text: str, start: int = 0) -> int:
+    """Return where thinking that is open at `start` ends: after the next `</think>`, else at the end of the text."""
+    return next((tag.end() for tag in _TAG.finditer(text, start) if tag[0] == THINK_STOP), len(text))
+
+
 def without_thinking(text: str, thinking: bool = False) -> str:
     """Return what the turn says outside of its thinking."""
     kept, position = [], 0

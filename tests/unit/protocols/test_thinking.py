@@ -33,6 +33,7 @@ def hermes(tokenizer, request):
         (f"<think>a</think>So: <think>{DRAFT}", []),
         ('<think><tool_call>{"name": </think>' + REAL, ["real"]),  # a draft that is no call
         ("<think>`</think>` would end it. " + DRAFT + "</think>" + REAL, ["real"]),
+        (f"<think>close with `</think>` {DRAFT}", []),  # a tag that is only mentioned
         (f"{DRAFT}\n</think>\n\n{REAL}", ["real"]),  # the prompt opened it
         (f"The tag `<think>` is none here. {REAL}", ["real"]),
         (f"<think>a</think>{call_text(code='<think>')}", ["<think>"]),
@@ -47,6 +48,8 @@ def test_a_draft_within_thinking_is_no_call_of_hermes(hermes, text, expected):
 def test_thinking_that_the_prompt_opened_is_thinking_up_to_its_end(hermes):
     assert hermes(f"{DRAFT}</think>{REAL}", thinking=True) == ["real"]
     assert hermes(f"<think>{DRAFT}</think>{REAL}", thinking=True) == ["real"]  # also opened by the model
+    assert hermes(f"I must write `</think>` before it. {DRAFT}", thinking=True) == []
+    assert without_thinking("a <think>b</think>c</think>d") == "d"  # a second end closes all text before it
     assert hermes(DRAFT, thinking=True) == [] and hermes("<tool_call>{", thinking=True) == []
 
 
