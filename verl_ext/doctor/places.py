@@ -2,6 +2,7 @@
 
 import configparser
 import netrc
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ UNSIGNED = ("offline", "disabled", "dryrun")
 def check_output(run: Run) -> Iterator[Finding]:
     """Check that the run's folder can be created and written to."""
     folder = run.output_folder
-    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if why := _why_not_writable(existing):
         yield fail(f"""trainer.default_local_dir is {folder}, which cannot be written: {why}
             -> Set it (OUTPUT_DIR of the launcher) to a folder that this user may write to.""")
@@ -32,19 +33,22 @@ def check_output(run: Run) -> Iterator[Finding]:
 def check_temporary(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check that the folders of temporary files exist, and have names short enough for the sockets in them."""
     of_python = environment.get("TMPDIR") or "/tmp"
-    of_ray = run.get("ray_kwargs.ray_init._temp_dir") or environment.get("RAY_TMPDIR") or of_python
+    own = "ray_kwargs.ray_init._temp_dir"
+    of_ray, ray_socket = run.get(own), RAY_SOCKET.removeprefix("/ray")
+    if not of_ray:
+        own = "RAY_TMPDIR" if environment.get("RAY_TMPDIR") else "TMPDIR"
+        of_ray, ray_socket = environment.get("RAY_TMPDIR") or of_python, RAY_SOCKET
     uses = [("TMPDIR", of_python, PROCESS_SOCKET, "Python's processes")]
     if run.is_rl:
         rpc = environment.get("VLLM_RPC_BASE_PATH")
         uses = [("VLLM_RPC_BASE_PATH" if rpc else "TMPDIR", rpc or of_python, VLLM_SOCKET, "vLLM")]
         if not environment.get("RAY_ADDRESS"):  # else Ray's sockets already exist
-            name = "RAY_TMPDIR" if environment.get("RAY_TMPDIR") else "TMPDIR"
-            uses.append((name, of_ray, RAY_SOCKET, "Ray"))
+            uses.append((own, of_ray, ray_socket, "Ray"))
     told: set[str] = set()
     for name, folder, socket, who in uses:
         length, most = len(folder.rstrip("/").encode()), SOCKET_BYTES - len(socket)
         # Ray creates its folder; Python silently uses another one, so that the setting has no effect.
-        existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if os.path.exists(path))
         if folder in told:
             continue
         if why := _why_not_writable(existing if who == "Ray" and name != "TMPDIR" else Path(folder)):

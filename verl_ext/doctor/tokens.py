@@ -38,10 +38,13 @@ class QuickTokenizer:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._tokenizer.no_truncation()  # a saved file may hold either from training; transformers resets both
+            self._tokenizer.no_padding()
             config = _read_json(folder / "tokenizer_config.json")
+            saved = _read_json(folder / "special_tokens_map.json")  # older folders have the names only there
         except Exception as error:  # tokenizers raises this very class
             raise NoTokenizer(f"{folder}: {error}") from None
-        named = {name: config.get(name) for name in _SPECIAL}
+        named = {name: config.get(name) or saved.get(name) for name in _SPECIAL}
         self._special = {name: each["content"] if isinstance(each, dict) else each for name, each in named.items()}
         self._special = {name: each for name, each in self._special.items() if each}
         self.eos_token = self._special.get("eos_token")
