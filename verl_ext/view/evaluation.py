@@ -7,6 +7,7 @@ forged looks like a real one; scores are not affected, because they were made fr
 import json
 import re
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,18 @@ class Evaluation:
         self._source, self._temporary = source, tempfile.TemporaryDirectory(prefix="retool_view_")
         self.folder, self.faults = Path(self._temporary.name), list[str]()
         self._seen: dict[Path, tuple[int, int]] = {}
+        self._refreshing = threading.Lock()
 
     @property
     def files(self) -> list[Path]:
         return sample_files(self._source)
 
     def refresh(self) -> None:
-        """Make the records of files that are new or have grown."""
+        """Make the records of files that are new or have grown; one of several requests at once does it."""
+        with self._refreshing:
+            self._refresh()
+
+    def _refresh(self) -> None:
         seen = {path: (found.st_mtime_ns, found.st_size) for path in self.files if (found := path.stat())}
         if seen == self._seen:
             return
@@ -68,7 +74,7 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it lacks a key, or has a value of the wrong kind.
     """
-    sample = sample_of_dump(row)
+    sample = sample_of_dump({name: _storable(value) for name, value in row.items()})
     uid, session, _ = parts if len(parts := sample.uid.rsplit("_", 2)) == 3 else (sample.uid, "0", "0")
     turns, calls = _turns_and_calls(sample.output, all_ran_well=not sample.tool_errors)
     end = sample.failure if sample.failure and sample.finish_reason not in _FAULTS else sample.finish_reason
@@ -121,10 +127,15 @@ def _turns_and_calls(output: str, *, all_ran_well: bool) -> tuple[list[dict[str,
     return turns, calls
 
 
+def _storable(value: Any) -> Any:
+    """Return a text without lone surrogates, which no file of records takes: JSON that a model wrote may escape one."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
 def _code(said: str) -> str:
     """Return the program of a call; the call as it is written if it has none."""
     if is_json_object(said):
         arguments = json.loads(said).get("arguments")
         if isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
-            return arguments["code"]
+            return _storable(arguments["code"])
     return said.strip("\n")
