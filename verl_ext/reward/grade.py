@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     summary, errors = summarise(arguments.output)
     print(summary)
     if errors:
-        print(f"error: {len(errors)} rows could not be graded; mend them and repeat the command:", file=sys.stderr)
+        print(f"error: {len(errors)} rows could not be graded; correct them and repeat the command:", file=sys.stderr)
         print(*(f"  {error}" for error in errors[:LISTED]), sep="\n", file=sys.stderr)
     return 1 if errors else 0
 
@@ -265,7 +265,7 @@ def _grade_chunk(chunk: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str
     graded = []
     for (place, _), row in zip(chunk, _RUNNER.run(grade_all()), strict=True):
         if isinstance(row, BaseException):
-            return graded, f"{place}: {row!r}. The rows before it are graded; the same command goes on there."
+            return graded, f"{place}: {row!r}. The rows before it are graded; repeat the command to continue there."
         graded.append(row)
     return graded, None
 
