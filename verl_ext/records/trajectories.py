@@ -28,10 +28,10 @@ def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
         "validate": validate,
         "index": index if type(index) is int else None,  # some data sets have a text there
         "problem": problem_of(sample),
-        "id": _text(id_of(sample) or None),
-        "domain": _text(sample.get("data_source")),
-        "ability": _text(sample.get("ability")),
-        "ground_truth": None if truth is None else _text(canonical(truth)),
+        "id": text_of(id_of(sample) or None),
+        "domain": text_of(sample.get("data_source")),
+        "ability": text_of(sample.get("ability")),
+        "ground_truth": None if truth is None else text_of(canonical(truth)),
     }
 
 
@@ -63,7 +63,7 @@ def rollout_columns(
         "score": None if end in INFRASTRUCTURE_FAILURES else _number(score),
         "acc": None if end in INFRASTRUCTURE_FAILURES else _number(info.get("acc")),
         "reward_parts": _json(info),
-        "verdict": {name: _text(info.get(key) or None) for name, key in _VERDICT},
+        "verdict": {name: text_of(info.get(key) or None) for name, key in _VERDICT},
         "response_tokens": sum(turn["tokens"] for turn in turns),
         "model_tokens": sum(turn["tokens"] for turn in turns if turn["role"] == "model"),
         "timings": {name: use.get(name) for name in ("queue_s", "generate_s", "tool_s")} | times,
@@ -75,9 +75,9 @@ def rollout_columns(
 def _exception(end: Any, calls: Sequence[Row], verdict: Any, lost_servers: Sequence[str]) -> str | None:
     """Return the infrastructure's message about its failure."""
     if end == RolloutEnd.UNVERIFIED:
-        return _text(verdict or None)
+        return text_of(verdict or None)
     if end == RolloutEnd.ABORTED and lost_servers:
-        return _text(f"no answer of {', '.join(lost_servers)}")
+        return text_of(f"no answer of {', '.join(lost_servers)}")
     return next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None)
 
 
@@ -86,7 +86,7 @@ def raised_columns(session: int, error: BaseException, **times: float) -> dict[s
     return {
         "session": session,
         "end_reason": str(RolloutEnd.RAISED),
-        "exception": _text(f"{type(error).__name__}: {error}"),
+        "exception": text_of(f"{type(error).__name__}: {error}"),
         "fault": str(RolloutEnd.RAISED.fault),
         "timings": times,
     }
@@ -113,18 +113,18 @@ def _turns_and_calls(turns: Sequence[Row]) -> tuple[list[dict], list[dict]]:
 def _call(call: Row, turn: int) -> dict[str, Any]:
     row = {"turn": turn, "tool": call.get("tool"), "code": None, "stdout": None, "stderr": None, "fault": None}
     if "malformed" in call:
-        said = _text(call["output"])
+        said = text_of(call["output"])
         return row | {"status": f"malformed:{call['malformed']}", "stdout": said, "fault": str(Fault.MODEL)}
     arguments = call["arguments"]
-    row["code"] = _text(arguments["code"] if arguments.keys() == {"code"} else arguments)
+    row["code"] = text_of(arguments["code"] if arguments.keys() == {"code"} else arguments)
     if "attempts" not in call:
         return row | {"status": "not_run"}
     row |= {name: call[name] for name in ("queue_s", "run_s", "attempts", "exit_code", "started_s")}
     if call["failure"]:
-        return row | {"status": "failure", "stderr": _text(call["failure"]), "fault": str(Fault.INFRASTRUCTURE)}
+        return row | {"status": "failure", "stderr": text_of(call["failure"]), "fault": str(Fault.INFRASTRUCTURE)}
     said = call["output"] if call["stdout"] is None else call["stdout"]
     fault = str(Fault.MODEL) if call["error"] else None
-    texts = {"stdout": cut(_text(said)), "stderr": cut(_text(call["stderr"]))}
+    texts = {"stdout": cut(text_of(said)), "stderr": cut(text_of(call["stderr"]))}
     return row | texts | {"status": call["error"] or "ok", "fault": fault}
 
 
@@ -149,8 +149,9 @@ def _json(value: Row) -> str:
         return json.dumps(value, default=str)
 
 
-def _text(value: Any) -> str | None:
-    """Return text as it is, and other values as JSON. Lone surrogates, which a model can write, are spelled out."""
+def text_of(value: Any) -> str | None:
+    """Return text as it is, and other values as JSON. Lone surrogates, which a model can write and no file of records
+    takes, are spelled out."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return value if value is None else jsonl.dumps(value, default=str)

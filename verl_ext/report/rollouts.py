@@ -1,34 +1,23 @@
 """Rollouts for reading: split a dumped response into text, code and interpreter output, and choose which ones to show.
 
-This works on the dump's text, for display only. The dump has no response mask, so an interpreter block that the model
-forged looks like a real one here; verl_ext/reward/ computes rewards on tokens instead.
+This works on the dump's text, for display only; see verl_ext/evaluation/blocks.py.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from verl_ext.evaluation.blocks import BLOCK, ERROR, code_of
 from verl_ext.evaluation.figures import is_ood
 from verl_ext.evaluation.question import first_words
 from verl_ext.evaluation.samples import Sample
 
-# A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply, verl's
-# decoded text keeps the bare role names of the chat template ("user", "assistant"), which nobody wrote.
-BLOCK = re.compile(
-    r"<code>(?P<code>.*?)(?:</code>|\Z)"
-    r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
-    r"|<interpreter>(?P<interpreter>.*?)(?:</interpreter>|\Z)"
-    r"|(?:(?<!\s)\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?",
-    re.DOTALL,
-)
 COUNT = 10  # rollouts that a page shows
 WORST = 5  # problems that it names
 Fits = Callable[[Sample], bool]
-ERROR = re.compile(r"Traceback \(most recent call last\)|^[^\S\n]*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 
 
 class Passage(NamedTuple):
@@ -64,8 +53,8 @@ def split_rollout(output: str) -> list[Passage]:
         segments += _split_boxed(output[end : block.start()])
         end = block.end()
         text = block[block.lastgroup]
-        if block.lastgroup in ("code", "call"):
-            segments.append(Passage("code", _called_code(text) if block.lastgroup == "call" else text.strip("\n")))
+        if (code := code_of(block)) is not None:
+            segments.append(Passage("code", code))
         else:
             segments.append(Passage("tool_error" if ERROR.search(text) else "tool", text.strip("\n")))
     return segments + _split_boxed(output[end:])
@@ -200,15 +189,6 @@ def _split_boxed(text: str) -> list[Passage]:
 def _question(prompt: str) -> str:
     """Return the prompt without the role names that verl's decoding leaves around a lone user message."""
     return prompt.strip().removeprefix("user\n").removesuffix("\nassistant")
-
-
-def _called_code(call: str) -> str:
-    """Return the `code` argument of a hermes call; the call as written if it is no such JSON (the model's mistake)."""
-    try:
-        code = json.loads(call)["arguments"]["code"]
-    except (ValueError, KeyError, TypeError):
-        return call.strip("\n")
-    return code if isinstance(code, str) else call.strip("\n")
 
 
 def _digest(*texts: str) -> str:

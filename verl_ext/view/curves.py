@@ -106,8 +106,10 @@ def alarms(metrics: Metrics) -> list[dict[str, Any]]:
 def normal(metrics: Metrics) -> list[str]:
     """Return a sentence for each value that would be an alarm in another run, and why it is none in this one."""
     for key, needed, is_wrong, _, look_for in ALARMS:
-        values, rise = metrics.curve(key)[1], _rise(metrics)
-        if look_for == ENTROPY_FALLS and len(values) >= needed and is_wrong(*_ends(values)) and rise:
+        values = metrics.curve(key)[1]
+        if look_for != ENTROPY_FALLS or len(values) < needed or not is_wrong(*_ends(values)):
+            continue
+        if rise := _rise(metrics):
             span = "from {:.3g} to {:.3g} nats per token".format(*_ends(values))
             return [
                 f"The entropy falls {span}, as is normal while accuracy rises (from {rise[0]:.3g} to {rise[1]:.3g})."

@@ -1,28 +1,24 @@
 """Make records for the pages from an evaluation's folder: `samples.jsonl`, or verl's dumps `<step>.jsonl`.
 
-A dump has a response as one text. Turns and calls are the text between the protocols' tags, so a reply that the model
-forged looks like a real one; scores are not affected, because they were made from tokens.
+A dump has a response as one text. Turns and calls are the text between the protocols' tags (evaluation/blocks.py).
 """
 
 import json
-import re
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.evaluation.purposes import is_json_object
+from verl_ext.evaluation.blocks import BLOCK, ERROR, code_of
 from verl_ext.evaluation.samples import sample_of_dump
 from verl_ext.outcome import Fault, RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.problem import canonical
+from verl_ext.records.trajectories import text_of
 from verl_ext.runs import jsonl
 from verl_ext.runs.folder import SAMPLES, sample_files
 
-_REPLY = re.compile(r"<(interpreter|tool_response)>(.*?)(?:</\1>|\Z)", re.DOTALL)
-_CALL = re.compile(r"<(code|tool_call)>(.*?)(?:</\1>|\Z)", re.DOTALL)
-_ERROR = re.compile(r"Traceback \(most recent call last\)|^\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 _FAULTS = {str(end): str(end.fault) for end in RolloutEnd}
 
 
@@ -31,18 +27,23 @@ class Evaluation:
 
     Attributes:
         folder: has the records, in the layout of a run's folder.
-        faults: what is wrong with each file that cannot be read.
     """
 
     def __init__(self, source: Path):
         self._source, self._temporary = source, tempfile.TemporaryDirectory(prefix="retool_view_")
-        self.folder, self.faults = Path(self._temporary.name), list[str]()
+        self.folder = Path(self._temporary.name)
         self._seen: dict[Path, tuple[int, int]] = {}
+        self._faults: dict[Path, str] = {}
         self._refreshing = threading.Lock()
 
     @property
     def files(self) -> list[Path]:
         return sample_files(self._source)
+
+    @property
+    def faults(self) -> list[str]:
+        """Return what is wrong with each file that cannot be read."""
+        return list(self._faults.values())
 
     def refresh(self) -> None:
         """Make the records of files that are new or have grown; one of several requests at once does it."""
@@ -50,22 +51,23 @@ class Evaluation:
             self._refresh()
 
     def _refresh(self) -> None:
-        seen = {path: (found.st_mtime_ns, found.st_size) for path in self.files if (found := path.stat())}
-        if seen == self._seen:
-            return
-        self.faults.clear()
-        for path in seen:
+        for path in self.files:
+            found = path.stat()
+            state = found.st_mtime_ns, found.st_size
+            if self._seen.get(path) == state:
+                continue
+            self._faults.pop(path, None)
             step = 0 if path.name == SAMPLES else int(path.stem)
             rows: dict[tuple[str, int], dict[str, Any]] = {}  # the last of several attempts at a sample counts
             try:
                 for row in jsonl.read(path, record_of, "a sample of an evaluation, or a row of verl's validation dump"):
                     rows[row["uid"], row["session"]] = row | {"step": step}
             except (jsonl.OtherForm, OSError) as error:
-                self.faults.append(f"{path} is shown up to where it cannot be read: {error}")
+                self._faults[path] = f"{path} is shown up to where it cannot be read: {error}"
             order = {uid: number for number, uid in enumerate(dict.fromkeys(uid for uid, _ in rows))}
             numbered = [row | {"index": order[uid]} for (uid, _), row in rows.items()]
             store.write(store.path_of(self.folder, "trajectories", step, validate=True), "trajectories", numbered)
-        self._seen = seen
+            self._seen[path] = state
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +76,8 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it lacks a key, or has a value of the wrong kind.
     """
-    sample = sample_of_dump({name: _storable(value) for name, value in row.items()})
+    row = {name: text_of(value) if isinstance(value, str) else value for name, value in row.items()}
+    sample = sample_of_dump(row)
     uid, session, _ = parts if len(parts := sample.uid.rsplit("_", 2)) == 3 else (sample.uid, "0", "0")
     turns, calls = _turns_and_calls(sample.output, all_ran_well=not sample.tool_errors)
     end = sample.failure if sample.failure and sample.finish_reason not in _FAULTS else sample.finish_reason
@@ -106,36 +109,21 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _turns_and_calls(output: str, *, all_ran_well: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     turns: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    replies, end = [*_REPLY.finditer(output)], 0
-    for number, reply in enumerate([*replies, None]):
-        text = output[end : reply.start()] if reply else output[end:]
-        # Decoding leaves the role names of the template's message around a hermes reply.
-        text = text.removeprefix("\nassistant\n").removesuffix("\nuser\n")
-        if reply is None or text.strip():  # else it answers another call of the previous model turn
-            waiting = [found[2] for found in _CALL.finditer(text)]
-            calls += [{"turn": len(turns), "code": _code(said), "status": "not_run"} for said in waiting]
-            if text.strip():
-                turns.append({"role": "model", "text": text})
-        if reply:
-            said, first = reply[2].strip("\n"), next((call for call in calls if "stdout" not in call), None)
-            turns.append({"role": "tool", "text": reply[0]})
-            failed = not all_ran_well and _ERROR.search(said) is not None
-            if first is not None:
+    codes, start = [], 0
+    for block in [*BLOCK.finditer(output), None]:
+        if block and (code := code_of(block)) is not None:
+            codes.append(text_of(code))
+            continue
+        text = output[start : block.start() if block else None]
+        if text.strip():  # else the reply answers another call of the previous model turn
+            calls += [{"turn": len(turns), "code": code, "status": "not_run"} for code in codes]
+            turns.append({"role": "model", "text": text})
+        if block:
+            said = block[block.lastgroup].strip("\n")
+            turns.append({"role": "tool", "text": block[0]})
+            failed = not all_ran_well and ERROR.search(said) is not None
+            if (first := next((call for call in calls if "stdout" not in call), None)) is not None:
                 first |= {"tool": "tool", "stdout": said, "attempts": 1, "status": "error" if failed else "ok"}
                 first |= {"fault": str(Fault.MODEL)} if failed else {}
-            end = replies[number].end()
+            codes, start = [], block.end()
     return turns, calls
-
-
-def _storable(value: Any) -> Any:
-    """Return a text without lone surrogates, which no file of records takes: JSON that a model wrote may escape one."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _code(said: str) -> str:
-    """Return the program of a call; the call as it is written if it has none."""
-    if is_json_object(said):
-        arguments = json.loads(said).get("arguments")
-        if isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
-            return _storable(arguments["code"])
-    return said.strip("\n")

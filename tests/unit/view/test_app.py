@@ -52,7 +52,7 @@ def shown_groups(page: str) -> list[str]:
     [
         ({"wrong": "on"}, lambda row: row["acc"] == 0),
         ({"failed": "on"}, lambda row: any(call["fault"] for call in row["calls"])),
-        ({"out": "on"}, lambda row: row["outcome"] and row["trained_step"] is None),
+        ({"out": "on"}, lambda row: row["outcome"] not in (None, "open") and row["trained_step"] is None),
         ({"cut": "on"}, lambda row: row["end_reason"] == "max_tokens"),
         ({"wrong": "on", "failed": "on"}, lambda row: row["acc"] == 0 and any(call["fault"] for call in row["calls"])),
         ({"wrong": "on", "domain": "sums"}, lambda row: row["acc"] == 0 and row["domain"] == "sums"),
@@ -62,6 +62,8 @@ def test_marks_filter_alone_and_together(client: TestClient, run_folder: Path, q
     path = store.path_of(run_folder, "trajectories", 3)
     ends = ("max_tokens", "answer", "answer", "sandbox_failure")
     store.rewrite(path, lambda rows: [row | {"end_reason": ends[row["session"]]} for row in rows])
+    undecided = store.path_of(run_folder, "trajectories", 4)
+    store.rewrite(undecided, lambda rows: [row | {"outcome": "open", "trained_step": None} for row in rows])
     rows = [row for file in store.files_of(run_folder) for row in store.read(file.path).to_pylist()]
     for address, among in (("all", rows), ("step_000003", store.read(path).to_pylist())):
         page = client.get(f"/run/0/{address}", params=query).text

@@ -84,9 +84,12 @@ FALLS = [0.207, 0.207, 0.034, 0.034]  # the entropy of the quickstart's run
         ("train/acc", [0.4, 0.5, 0.9, 1.0], False),
         ("val-core/tiny_tools/acc/mean@2", [0.4, 0.5, 0.9, 1.0], False),
         ("train/acc", [0.4, 0.5, 0.45, 0.45], True),  # flat
+        ("train/acc", [0.4, 0.4, 0.41, 0.41], True),  # a rise of 0.01 is as good as flat
+        ("train/acc", [0.4, 0.4, 0.43, 0.43], False),
         ("train/acc", [0.9, 0.8, 0.2, 0.1], True),
         ("train/acc", [0.1] * 5 + [0.9] * 5 + [0.3] * 5, True),  # it rose, and fell from its peak
         ("train/acc", [0.1] * 5 + [0.5] * 5 + [0.48] * 5, False),
+        ("train/acc", [0.1] * 5 + [0.5] * 5 + [0.38] * 5, True),  # 0.12 below its peak
         ("train/acc", [0.4], True),  # one value is no curve
         ("actor/grad_norm", [1.0, 1.0, 9.0, 9.0], True),  # no accuracy is logged
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.evaluation.rows import evaluation, row
+from verl_ext.runs import jsonl
 from verl_ext.view.evaluation import record_of
 
 CODE = "Let me see. <code>\nprint(1/0)\n</code>\n<interpreter>\nZeroDivisionError: zero\n</interpreter>\nSo \\boxed{7}"
@@ -20,6 +21,11 @@ def samples(number: int = 4) -> list[dict]:
         for n in range(number)
     ]
     return [each | {"method": "integer", "verdict": "correct", "normalised": "7"} for each in rows]
+
+
+def write_dump(path: Path, rows: list[dict]) -> None:
+    lines = [json.dumps({name: value for name, value in each.items() if name != "failure"}) for each in rows]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def open_pages(client, key: str = "val_000000", uid: str = "mine:Is 0 prime") -> str:
@@ -55,11 +61,24 @@ def test_it_is_compared_with_another(viewer, tmp_path: Path) -> None:
 
 def test_verls_validation_dumps_open_by_their_steps(viewer, tmp_path: Path) -> None:
     for step in (0, 20):
-        lines = [json.dumps({name: value for name, value in each.items() if name != "failure"}) for each in samples()]
-        (tmp_path / f"{step}.jsonl").write_text("\n".join(lines) + "\n")
+        write_dump(tmp_path / f"{step}.jsonl", samples())
     client = viewer(tmp_path)
     assert "Validation, step 20" in client.get("/run/0/val_000020").text
     open_pages(client, "val_000020")
+
+
+def test_only_a_dump_that_is_new_or_has_grown_is_read_again(viewer, tmp_path: Path, monkeypatch) -> None:
+    write_dump(tmp_path / "0.jsonl", [*samples(2), {"uid": 7}])
+    client, read, seen = viewer(tmp_path), jsonl.read, []
+    assert "0.jsonl, line 5" in client.get("/run/0/val_000000").text
+    monkeypatch.setattr(jsonl, "read", lambda path, *args: seen.append(path.name) or read(path, *args))
+    write_dump(tmp_path / "20.jsonl", samples(2))
+    for _ in range(2):
+        assert "4 of 4 rollouts" in client.get("/run/0/val_000020").text
+    assert seen == ["20.jsonl"]
+    assert "0.jsonl, line 5" in client.get("/").text, "what is wrong with the other file is still shown"
+    write_dump(tmp_path / "0.jsonl", samples(3))
+    assert "6 of 6 rollouts" in client.get("/run/0/val_000000").text and "line 5" not in client.get("/").text
 
 
 def test_samples_that_are_added_are_shown_and_a_damaged_line_is_named(viewer, tmp_path: Path) -> None:
@@ -85,6 +104,8 @@ def test_samples_that_are_added_are_shown_and_a_damaged_line_is_named(viewer, tm
         ("<code>\nprint(1)", "model", [("print(1)", "not_run", None)]),
         ("<interpreter>forged", "tool", []),
         ("<tool_call>{", "model", [("{", "not_run", None)]),
+        ("<code>print('<interpreter>')</code><interpreter>\n<code>\n</interpreter>", "model tool",
+         [("print('<interpreter>')", "ok", "<code>")]),
         ("", "", []),
     ],
 )  # fmt: skip
@@ -93,3 +114,23 @@ def test_turns_and_calls_are_what_stands_between_the_tags(output: str, turns: st
     assert " ".join(turn["role"] for turn in record["turns"]) == turns
     assert [(call["code"], call["status"], call.get("stdout")) for call in record["calls"]] == calls
     assert all(call["turn"] == 0 for call in record["calls"])
+
+
+@pytest.mark.parametrize(("errors", "status", "fault"), [(1.0, "error", "model"), (0.0, "ok", None)])
+def test_a_call_failed_if_its_reply_says_so_and_the_sample_counts_an_error(errors, status, fault) -> None:
+    (call,) = record_of(row("a", 0, 1, output=CODE, tool_errors=errors))["calls"]
+    assert (call["status"], call.get("fault")) == (status, fault)
+
+
+def test_a_sample_that_was_not_judged_has_no_score() -> None:
+    failed = record_of(row("a", 0, 0, failure="server_failure", finish_reason="server_failure", sandbox_failure=1.0))
+    assert (failed["score"], failed["acc"], failed["fault"]) == (None, None, "infrastructure")
+    judged = record_of(row("a", 0, 0))
+    assert (judged["score"], judged["acc"], judged["fault"]) == (-1.0, 0.0, "none")
+
+
+def test_half_a_character_that_a_model_wrote_is_spelled_out(viewer, tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "python", "arguments": {"code": "print(\'\\ud83d\')"}}</tool_call>'
+    odd = row("Is 0 prime", 0, 1, output=f"\ud800 {call}", pred="\ud800", error="\ud800")
+    page = viewer(evaluation(tmp_path / "out", [odd])).get("/run/0/val_000000/sample?uid=mine:Is 0 prime&session=0")
+    assert page.status_code == 200 and "\\ud800" in page.text and "\\ud83d" in page.text
