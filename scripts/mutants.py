@@ -5,6 +5,7 @@ Not mutated: docstrings, annotations, f-strings and texts with a space (messages
 """
 
 import ast
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -42,9 +43,10 @@ class Mutant:
         return (raw[: self.start] + self.new.encode() + raw[self.end :]).decode()
 
     def is_python(self, source: str) -> bool:
-        """Return whether the mutated source still parses."""
+        """Return whether the mutated source still compiles; one with `continue` outside a loop only parses."""
         try:
-            ast.parse(self.apply(source))
+            with warnings.catch_warnings(action="ignore"):  # Python warns of `x is 0`
+                compile(self.apply(source), self.file, "exec")
         except SyntaxError:
             return False
         return True

@@ -9,7 +9,7 @@ in the working tree. The unit tests of its module run, and the first failure kil
 of the change (file, function, operator, text, its number among equal ones): an edit leaves most of the draw as it was.
 Results go to `outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only what is new.
 While you write tests against survivors, `--keep-killed` leaves out mutants that were killed before, although file or
-tests have changed since. CONTRIBUTING.md explains the survivors; `mutants.py` says what a mutant is.
+tests have changed since. `mutants.py` says what a mutant is.
 """
 
 import argparse

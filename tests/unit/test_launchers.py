@@ -32,7 +32,7 @@ def fake_python(tmp_path: Path) -> Path:
     return path
 
 
-def launch(run: str, *args: str, cwd: Path, timeout_s: float = 20, **env: str) -> subprocess.CompletedProcess:
+def launch(run: str, *args: str, cwd: Path, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", str(launcher(run)), *args],
         cwd=cwd,

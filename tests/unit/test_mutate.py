@@ -78,6 +78,14 @@ def test_every_mutant_is_python_and_differs(mutants: ModuleType):
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(SOURCE)), mutant
 
 
+@pytest.mark.parametrize(("new", "is_python"), [("return None", True), ("return (", False), ("continue", False)])
+def test_a_mutant_that_does_not_compile_is_no_python(mutants: ModuleType, new: str, is_python: bool):
+    source = "def f(x):\n    return x\n"  # `continue` parses here, but there is no loop
+    start = source.index("return")
+    mutant = mutants.Mutant("file.py", "f", "a change", "return x", new, 0, start, start + len("return x"), 2)
+    assert mutant.is_python(source) is is_python
+
+
 def test_an_edit_elsewhere_leaves_the_names_by_which_mutants_are_drawn(mutants: ModuleType):
     before = {mutant.name for mutant in mutants.find_mutants("file.py", SOURCE)}
     edited = SOURCE.replace("NAMES", "import os\n\nNAMES").replace("two words", "three more words")

@@ -49,7 +49,7 @@ def choose(folder: Path | None, given: Sequence[str], *, in_process: bool) -> Ch
 
 
 def for_this_machine(config: str, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Return the config, and the overrides with which it fits a machine without GPUs, or with fewer than it wants."""
+    """Return the config and its overrides, with `+hardware=cpu` added if this machine has no GPU."""
     overrides = list(overrides)
     composed = load_config(config, overrides)
     from verl_ext.cpu import is_cpu_only

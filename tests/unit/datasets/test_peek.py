@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl_ext.datasets.peek import FIRST, LONGEST, SPREAD, count_rows, first_rows, sample
+from verl_ext.datasets.peek import FIRST, LONGEST, SPREAD, _text_bytes, count_rows, first_rows, sample
 from verl_ext.datasets.rows import DataError
 
 
@@ -49,6 +49,27 @@ def test_a_sample_has_the_first_rows_some_of_all_places_and_the_longest(write):
     assert len(numbers) <= FIRST + SPREAD + LONGEST + 100
     where, row = found.rows[-1]
     assert (row["n"], where.rpartition(", ")[2]) == (9998, "row 9998" if path.suffix == ".parquet" else "line 9999")
+
+
+CHAT = [[{"role": "user", "content": "abc"}, {"role": "a", "content": None}], None, [], [{"role": "é", "content": ""}]]
+MESSAGE = pa.struct({"role": pa.string(), "content": pa.large_string()})
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "expected"),
+    [
+        (["ab", None, "é"], pa.string(), [2, 0, 2]),
+        (["ab", None, ""], pa.large_string(), [2, 0, 0]),
+        (CHAT, pa.list_(MESSAGE), [8, 0, 0, 2]),  # user, abc, a
+        (CHAT, pa.large_list(MESSAGE), [8, 0, 0, 2]),
+        ([{"role": "ab", "content": "c"}, None], MESSAGE, [3, 0]),
+        ([["ab", "c"], ["d"]], pa.list_(pa.string()), [3, 1]),
+        ([1, None], pa.int64(), [0, 0]),
+    ],
+)
+def test_the_length_of_a_value_is_that_of_all_its_texts(values, kind, expected):
+    array = pa.array(values, kind)
+    assert _text_bytes(array) == expected and _text_bytes(array.slice(1)) == expected[1:]
 
 
 def test_a_column_that_is_not_there_is_left_out(write):

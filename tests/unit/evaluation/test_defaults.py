@@ -132,7 +132,8 @@ def server() -> Iterator[dict]:
         http.shutdown()
 
 
-def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, capsys):
+def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, capsys, monkeypatch):
+    monkeypatch.setattr("verl_ext.evaluation.__main__.set_environment", lambda: None)  # its variables would leak
     folder, saved = model(tmp_path / "run" / "merged"), tmp_path / "run" / "hydra" / "config.yaml"
     saved.parent.mkdir()
     saved.write_text("data: {retool: {protocol: hermes}}\ntrainer: {experiment_name: tiny_sft}\n")

@@ -167,7 +167,7 @@ def test_compiled_entropy_keeps_the_logits_and_three_numbers_of_each_token(monke
     import torch
     from verl.utils.torch_functional import entropy_from_logits
 
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a test before this one may have left it
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the shell may have set it
     logits = torch.randn(16, 512, dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(entropy_from_logits, dynamic=True, backend="aot_eager_decomp_partition")
     kept = []
