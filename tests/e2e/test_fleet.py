@@ -150,7 +150,7 @@ def test_servers_join_and_leave_under_running_requests(fleet, capsys):
     )
     assert all(map(psutil.pid_exists, engine))
 
-    assert members.add().startswith("Server 2 starts.")
+    assert members.add().startswith("Server 2 is starting.")
     started_s = wait_for(lambda rows: rows[2]["state"] == "waits for weights")
     with members.weights_change():
         fleet.checkpoints.update_weights(global_steps=1)

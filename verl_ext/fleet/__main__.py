@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("run", type=Path, metavar="RUN", help="folder of the RL run")
         if name == "remove":
-            command.add_argument("server", type=int, metavar="SERVER", help="its number, as `list` prints it")
+            command.add_argument("server", type=int, metavar="SERVER", help="number of the server, as `list` prints it")
     given = parser.parse_args(arguments)
     words = [given.command, *([str(given.server)] if given.command == "remove" else [])]
     try:

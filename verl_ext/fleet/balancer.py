@@ -159,17 +159,17 @@ def refusals(get: Callable[..., Any]) -> Iterator[str]:
     if get(KEY, "verl") != "ring":
         return
     if (path := get(f"{_ROLLOUT}.router_config_path")) and Path(path) != RING:
-        yield f"""{KEY} is ring with {_ROLLOUT}.router_config_path={path}: expected one router -> Set {KEY}=verl, or
-            router_config_path=null."""
+        yield f"""{KEY} is ring with {_ROLLOUT}.router_config_path={path}: a run can have only one router -> Set
+            {KEY}=verl, or router_config_path=null."""
     if get(f"{_ROLLOUT}.full_determinism"):
-        yield f"""{KEY} is ring with {_ROLLOUT}.full_determinism=true: where a rollout goes depends on what runs then,
-            so that no two runs would be equal -> Set {KEY}=verl."""
+        yield f"""{KEY} is ring with {_ROLLOUT}.full_determinism=true: which server takes a rollout depends on the
+            load at that moment, so no two runs would be equal -> Set {KEY}=verl."""
     yield from needs_loops_that_ask_for_servers(f"{KEY} is ring", f"{KEY}=verl", get)
     ranks, name = get(f"{_ROLLOUT}.data_parallel_size", 1), get(f"{_ROLLOUT}.name")
     if ranks > 1 and (name != "vllm" or get(f"{_ROLLOUT}.disaggregation.enabled")):
         yield f"""{KEY} is ring with {_ROLLOUT}.data_parallel_size={ranks}, name={name} and disaggregation.enabled=
-            {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM's servers that prefill and decode take a
-            request for a rank -> Set {KEY}=verl."""
+            {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM servers that both prefill and decode
+            accept a request for one rank -> Set {KEY}=verl."""
 
 
 RING = Path(__file__).with_name("ring.yaml")

@@ -56,7 +56,7 @@ class _Request(LLMServerClient):
                 if isinstance(error, GONE) and not isinstance(error, ActorUnavailableError):
                     raise NoServerLeft(f"the router of the rollout servers is gone: {error!r}") from error
                 if time.monotonic() > deadline:
-                    raise NoServerLeft(f"no rollout server for {self.limits.wait_s:g} s: {error!r}") from error
+                    raise NoServerLeft(f"no rollout server answered for {self.limits.wait_s:g} s: {error!r}") from error
                 await asyncio.sleep(PAUSE_S)
             else:
                 _server.set(name)
@@ -67,7 +67,7 @@ class _Request(LLMServerClient):
         try:
             output = await self._reach(request_id, **kwargs)
         except NoServerLeft as error:
-            logger.error("A rollout failed: %s. Look into the log of the rollout servers.", error)
+            logger.error("A rollout failed: %s. See the log of the rollout servers.", error)
             return TokenOutput(token_ids=[], stop_reason=GAVE_UP)
         except GONE as error:  # its process or node is gone, with the tokens of this request
             output, why = TokenOutput(token_ids=[], stop_reason="aborted"), repr(error)
@@ -80,7 +80,7 @@ class _Request(LLMServerClient):
         note_lost(name)
         await self._leave_out(name)  # before anyone's next request
         logger.warning(
-            "Server %s failed (%s): a request goes on elsewhere with its %d tokens (attempt %d of %d).",
+            "Server %s failed (%s). A request continues on another server with its %d tokens (attempt %d of %d).",
             *(name, why, len(output.token_ids), lost, self.limits.attempts),
         )
         if lost >= self.limits.attempts:
@@ -95,7 +95,7 @@ class _Request(LLMServerClient):
             except TimeoutError:  # it hangs; the next request says so
                 return None
             except ActorUnavailableError as error:
-                logger.warning("The router cannot be reached now, it is told again in %g s: %r", PAUSE_S, error)
+                logger.warning("The router cannot be reached. Trying again in %g s: %r", PAUSE_S, error)
                 await asyncio.sleep(PAUSE_S)
             except GONE:  # the next request says so
                 return None
@@ -109,7 +109,7 @@ class _Request(LLMServerClient):
             try:
                 return await super().generate(request_id, **kwargs)
             except ActorUnavailableError as error:
-                logger.warning("A server cannot be reached now, a request asks again in %g s: %r", PAUSE_S, error)
+                logger.warning("A server cannot be reached. Its request is sent again in %g s: %r", PAUSE_S, error)
                 await asyncio.sleep(PAUSE_S)
         return await super().generate(request_id, **kwargs)
 

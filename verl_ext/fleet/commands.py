@@ -51,13 +51,13 @@ def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float 
             with suppress(FileNotFoundError):  # taken at this moment
                 request.unlink()
                 raise NoAnswer(
-                    f"No run looked into {folder} within {take_s:.0f} s. Expected an RL run that goes on and has "
-                    "servers of its own: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
+                    f"No run read {folder} within {take_s:.0f} s. Expected an RL run in progress with separate "
+                    "rollout servers: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
                 )
     if not _wait(answer.exists, answer_s):
         taken.unlink(missing_ok=True)  # nobody waits for the answer
         raise NoAnswer(
-            f"The run took {words} and did not answer within {answer_s:.0f} s. It may do it yet; see its log."
+            f"The run accepted {words} but did not answer within {answer_s:.0f} s. It may still do it; see its log."
         )
     told = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()

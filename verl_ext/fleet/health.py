@@ -78,9 +78,9 @@ class Health:
         is_young = now - self._born < limits.start_s
         limit_s = limits.update_s if updating else max(limits.dead_s, limits.start_s if is_young else 0)
         if self._silent_s > limit_s:
-            during = ", while its weights change" * updating or ", in its first time" * is_young
+            during = " while its weights change" * updating or " after its start" * is_young
             self.failed(
-                f"its engine did not answer for {self._silent_s:.1f} s, expected within {limit_s:g} s{during} ({KEY})"
+                f"its engine did not answer for {self._silent_s:.1f} s; the limit is {limit_s:g} s{during} ({KEY})"
             )
         elif self.state is not State.DEAD:
             if self._silent_s > limits.suspect_s and not (is_young or updating):

@@ -68,7 +68,7 @@ class Members:
         self._ready: list[RolloutReplica] = []  # started, without weights yet; watched ones are in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
         self._setting = getter(servers.config)
-        stays = "A run has the servers of its start", "start it again with as many servers as it needs", self._setting
+        stays = "A run keeps the servers of its start", "restart it with as many servers as it needs", self._setting
         within = [*needs_loops_that_ask_for_servers(*stays)]
         self._router_knows_load = not within
         found = (*needs_servers_that_may_change(*stays), *within)
@@ -87,7 +87,7 @@ class Members:
                 ray.get(self._servers.global_load_balancer.add_servers.remote(handles), timeout=ROUTER_S)
             for each in new:
                 del self._coming[each.replica_rank]
-                logger.info("fleet: server %d at %s has joined", each.replica_rank, each.server_address)
+                logger.info("fleet: server %d has joined at %s", each.replica_rank, each.server_address)
 
     @contextmanager
     def obeying(self, run: Path) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Members:
                     for command in commands.take(run):  # a command that waits for an update delays no other
                         threading.Thread(target=self.obey, args=(command,), name="fleet command", daemon=True).start()
                 except OSError:
-                    logger.exception("fleet: a command in %s was not taken", run / commands.FOLDER)
+                    logger.exception("fleet: a command in %s could not be read", run / commands.FOLDER)
 
         thread = threading.Thread(target=look, name="fleet commands", daemon=True)
         thread.start()
@@ -116,7 +116,7 @@ class Members:
         try:
             self._obey(command)
         except OSError:
-            logger.exception("fleet: %s was not answered: the disk did not take it", command.words)
+            logger.exception("fleet: the answer to %s could not be written", command.words)
 
     def _obey(self, command: Command) -> None:
         try:
@@ -128,12 +128,12 @@ class Members:
                 case ["remove", server]:
                     command.answer(self.remove(int(server)))
                 case words:
-                    raise Refused(f"Expected list, add, or remove and a number, got {words}.")
+                    raise Refused(f"Expected list, add, or remove with a number; got {words}.")
         except Refused as error:
             command.refuse(str(error))
         except Exception as error:  # any: the sender gets it, and the run continues
             logger.exception("fleet: %s failed", command.words)
-            command.refuse(f"{command.words} failed: {error!r}. The run's log has more.")
+            command.refuse(f"{command.words} failed: {error!r}. See the run's log.")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each server's number, address, state, requests (in total and per rank), and its weights' step."""
@@ -166,16 +166,16 @@ class Members:
         with self._adding:  # Ray counts GPUs as free until a starting server has taken them
             free, starting = free_gpus(), len(self._starting)
             if free < wanted * (1 + starting):
-                behind = f", with {starting} servers that start and may not have taken theirs" if starting else ""
+                behind = f", and {starting} starting servers may still need some of them" if starting else ""
                 raise Refused(
-                    f"A server takes {wanted} GPUs, and Ray has {free:g} that are free{behind}. Remove a server first, "
+                    f"A server needs {wanted} GPUs, but Ray has {free:g} free{behind}. Remove a server first, "
                     "or start Ray on one more node of the run's cluster."
                 )
             server = next(self._numbers)
             self._coming[server] = "starts"
             self._starting.add(server)
         threading.Thread(target=self._start, args=(server,), name=f"start server {server}", daemon=True).start()
-        return f"Server {server} starts. It joins with its weights when the step ends in which it is ready, or before."
+        return f"Server {server} is starting. It gets weights and joins by the end of the step in which it is ready."
 
     def _start(self, server: int) -> None:
         try:
@@ -209,10 +209,10 @@ class Members:
             silent = getattr(self._checkpoints, "suspected", ())
             numbers = [each.replica_rank for each in living]
             if server not in numbers:
-                raise Refused(f"No server {server} serves. Expected one of {numbers}.")
+                raise Refused(f"There is no server {server}. Expected one of {numbers}.")
             if not [each for each in living if each.replica_rank != server and each not in silent]:
                 only = "the only one" if len(living) == 1 else "the only one that answers"
-                raise Refused(f"Server {server} is {only}: nothing would roll out. Add another one first.")
+                raise Refused(f"Server {server} is {only}. Without it, nothing would generate. Add another one first.")
             (replica,) = [each for each in replicas if each.replica_rank == server]
             router = self._servers.global_load_balancer  # first: if it does not answer, the server stays
             try:
@@ -226,7 +226,7 @@ class Members:
             self._set([each for each in replicas if each is not replica])
             self._leaving[server] = replica
         threading.Thread(target=self._stop, args=(replica,), name=f"stop server {server}", daemon=True).start()
-        return f"Server {server} gets no more requests. It stops when those that it has have ended or gone elsewhere."
+        return f"Server {server} gets no more requests. It stops when its requests have ended or moved elsewhere."
 
     def _stop(self, replica: "RolloutReplica") -> None:
         server, hangs = replica.replica_rank, False
@@ -242,7 +242,7 @@ class Members:
             stop_replica(replica, place_of(replica) if hangs else None)
             logger.info("fleet: server %d has left", server)
         except Exception:  # any of Ray's: the run continues
-            logger.exception("fleet: server %d gets no requests, and what it holds was not freed", server)
+            logger.exception("fleet: server %d gets no requests, but its GPUs and processes were not freed", server)
         finally:
             del self._leaving[server]
 

@@ -37,15 +37,15 @@ def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., An
     trainer_mode, name = get("trainer.v1.trainer_mode"), get(f"{_ROLLOUT}.name")
     if trainer_mode != "separate_async":
         yield f"""{setting} with trainer.v1.trainer_mode={trainer_mode}: expected separate_async. Servers on the
-            actor's GPUs have no request under way while weights change: their memory is the actor's then -> Set
+            actor's GPUs give it their memory while weights change, so no request can be running -> Set
             trainer.v1.trainer_mode=separate_async, or {instead}."""
     elif get("actor_rollout_ref.hybrid_engine", True):
         yield f"""{setting} with actor_rollout_ref.hybrid_engine=true: some servers would be on the actor's GPUs,
-            which break requests off -> Set actor_rollout_ref.hybrid_engine=false, or {instead}."""
+            and those interrupt their requests -> Set actor_rollout_ref.hybrid_engine=false, or {instead}."""
     if name != "vllm" or get(f"{_ROLLOUT}.disaggregation.enabled"):
         yield f"""{setting} with {_ROLLOUT}.name={name} and disaggregation.enabled=
-            {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM's servers that prefill and decode have it
-            -> Set {_ROLLOUT}.name=vllm and disaggregation.enabled=false, or {instead}."""
+            {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM servers that both prefill and decode
+            support it -> Set {_ROLLOUT}.name=vllm and disaggregation.enabled=false, or {instead}."""
 
 
 def needs_servers_that_may_change(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
@@ -56,16 +56,16 @@ def needs_servers_that_may_change(setting: str, instead: str, get: Callable[...,
     backend = str(get(f"{_ROLLOUT}.checkpoint_engine.backend"))
     rebuild = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rebuild_group"
     if backend.startswith("delta"):
-        yield f"""{setting} with checkpoint_engine.backend={backend}: a new server has not the weights that the
-            differences are of -> Take a backend that sends whole weights, such as nccl, or {instead}."""
+        yield f"""{setting} with checkpoint_engine.backend={backend}, which sends differences: a new server lacks the
+            weights that they apply to -> Use a backend that sends whole weights, such as nccl, or {instead}."""
     elif backend in ("nccl", "hccl", "kimi_ckpt_engine") and not get(rebuild):
-        yield f"""{setting} with {rebuild}=false: {backend} keeps the group of its first update, from which no server
-            may be missing and to which none can come -> Set ++{rebuild}=true, or {instead}."""
+        yield f"""{setting} with {rebuild}=false: {backend} keeps the group of its first update, which no server
+            can leave or join -> Set ++{rebuild}=true, or {instead}."""
 
 
 def needs_loops_that_ask_for_servers(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
     """Yield why agent loops would stay with the server that they have; the arguments are as above."""
     manager = str(get(key := f"{_ROLLOUT}.agent.agent_loop_manager_class"))
     if manager.rpartition(".")[2] == IN_SERVER.rpartition(".")[2]:
-        yield f"""{setting} with {key}={manager}: its agent loops run within the one server and ask no router -> Set
-            it to verl_ext.rollout.workers.LeanAgentLoopManager, or {instead}."""
+        yield f"""{setting} with {key}={manager}: its agent loops run inside the only server and never ask a router
+            -> Set it to verl_ext.rollout.workers.LeanAgentLoopManager, or {instead}."""

@@ -181,7 +181,7 @@ class Fleet:
             self._waited_s = ROUTER_S if isinstance(error, TimeoutError) else 0.0
             if self._untold > MAX_UNTOLD:
                 raise TimeoutError(f"the router did not answer in {self._untold} rounds in a row") from error
-            logger.warning("the router cannot be reached now, %d rounds in a row: %r", self._untold, error)
+            logger.warning("the router could not be reached in %d rounds in a row: %r", self._untold, error)
         ready = [each for each in self._weights.newcomers if each not in self._weights.suspected]
         if ready and self._actor_is_idle and self._arrival is None:
             self._arrival = asyncio.ensure_future(_in_thread(self._let_newcomers_in))
@@ -195,8 +195,8 @@ class Fleet:
         weights = self._weights
         living = [each for each in (*weights.newcomers, *weights.replicas) if each not in weights.dead]
         if not (living or weights.starting or self._servers or self._burials):
-            spent = f"retool.fleet.health.max_replacements={self._limits.max_replacements} are spent"
-            raise RuntimeError(f"no server is left, and {spent}. Look into the log of the servers, and raise it")
+            spent = f"all retool.fleet.health.max_replacements={self._limits.max_replacements} replacements are used"
+            raise RuntimeError(f"no server is left, and {spent}. See the servers' log, or raise the limit")
 
     def _follow(self) -> None:
         """Watch exactly the servers that belong to the run now; commands may add and remove some while none is dead."""
@@ -225,7 +225,7 @@ class Fleet:
                 self._events.popleft()
         except OSError as error:
             if len(self._events) != self._unwritten:
-                logger.error("%d events of servers wait for the disk: %r", len(self._events), error)
+                logger.error("%d events of servers could not be written yet: %r", len(self._events), error)
         self._unwritten = len(self._events)
 
     def _judge(self, server: _Server) -> None:
@@ -243,11 +243,11 @@ class Fleet:
             else:
                 health.failed("its process is gone" if isinstance(error, GONE) else "its engine is dead")
         if server.replica in self._weights.dead:
-            why = self._weights.failures.get(server.replica, "it was dead when its weights were to change")
+            why = self._weights.failures.get(server.replica, "it was dead when its weights were to be updated")
             health.failed(why)
         state = health.look(server.replica in self._weights.updating, self._waited_s)
         if state is State.DEAD:
-            logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
+            logger.warning("server %s is dead: %s. Its requests continue on other servers.", server.name, health.why)
             self._servers.remove(server)
             self._left.add(server.name)  # the router learns of it at the end of this round
             self._weights.dead.add(server.replica)
@@ -311,7 +311,7 @@ class Fleet:
         try:
             await _in_thread(self._stop, server.replica, hangs)
         except Exception:  # any of Ray's: the others live, and a replacement may start all the same
-            logger.exception("server %s is dead, and what it holds was not freed", server.name)
+            logger.exception("server %s is dead, but its GPUs and processes were not freed", server.name)
         try:
             await self._replace(server.name)
         finally:
@@ -328,7 +328,7 @@ class Fleet:
                 start = partial(self._start_replica, next(self._weights.numbers))
                 replica = await _in_thread(start_in_time, start, self._stop, self._limits.wait_s)
             except Exception as error:  # of vLLM, Ray or the machine: the cause may pass
-                logger.exception("a server in place of %s did not start", name)
+                logger.exception("the replacement of server %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
                 if self._starts < self._limits.max_replacements:
                     await asyncio.sleep(pause_s)
@@ -340,8 +340,8 @@ class Fleet:
             self._weights.newcomers.append(replica)
             return
         logger.error(
-            "No server is started in place of %s: retool.fleet.health.max_replacements=%d are spent. Look into the "
-            "log of the servers, and raise it.",
+            "Server %s is not replaced: all retool.fleet.health.max_replacements=%d replacements are used. See the "
+            "servers' log for the cause, or raise the limit.",
             *(name, self._limits.max_replacements),
         )
 

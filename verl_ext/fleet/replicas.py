@@ -64,7 +64,7 @@ def start_in_time(
 
     def stop_late(answer: Future) -> None:
         if answer.exception() is None:
-            logger.warning("a server that took longer than %g s to start is stopped", wait_s)
+            logger.warning("a server took longer than %g s to start and is stopped", wait_s)
             stop(answer.result())
 
     threading.Thread(target=run, daemon=True, name="start of a server").start()
@@ -75,7 +75,7 @@ def start_in_time(
             return answer.result()
         answer.add_done_callback(stop_late)
         raise TimeoutError(
-            f"the server did not start in {wait_s:g} s (retool.fleet.health.wait_s). If it does later, it is stopped"
+            f"the server did not start in {wait_s:g} s (retool.fleet.health.wait_s). If it starts later, it is stopped"
         ) from error
 
 
@@ -113,7 +113,7 @@ def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = No
     # does not show it: it is REMOVED at once.
     while left := [each for each in ray.cluster_resources() if each.endswith(held)]:
         if time.monotonic() > deadline:
-            logger.warning("Ray has not taken back %s of a server that was stopped %g s ago.", left, FREE_S)
+            logger.warning("Ray has not freed %s of a server that was stopped %g s ago.", left, FREE_S)
             return
         time.sleep(0.1)
 

@@ -122,7 +122,7 @@ class Router:
             slot = self._ring[index % len(self._ring)][1]
             if slot in usable and self._load[slot] < room:
                 return slot
-        raise AssertionError(f"no slot has less than {room} of {total} requests: {self._load}")
+        raise AssertionError(f"no slot has fewer than {room} of {total} requests: {self._load}")
 
 
 def _position(text: str) -> int:

@@ -94,9 +94,9 @@ class FleetServer(WatchedServer):
             while self._landing:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{len(self._landing)} requests were admitted and did not reach vLLM's engine in "
-                        f"{LANDING_TIMEOUT_S:.0f} s, so that their version would be unknown. Look into the server's "
-                        "log."
+                        f"{len(self._landing)} admitted requests did not reach vLLM's engine within "
+                        f"{LANDING_TIMEOUT_S:.0f} s, so the version of their weights would be unknown. See the "
+                        "server's log."
                     )
                 await asyncio.sleep(0.001)
             leave = {"mode": "abort", "clear_cache": reset_prefix_cache}
@@ -144,7 +144,7 @@ class StandaloneServer(FleetServer):
         super()._post_init(cuda_visible_devices)
         if self.rollout_mode != RolloutMode.STANDALONE or self.model_config.processor is not None:
             raise ValueError(
-                f"{type(self).__name__} serves text from GPUs of its own (replica mode standalone), got the mode "
+                f"{type(self).__name__} expects a text model on dedicated GPUs (replica mode standalone), got the mode "
                 f"{self.rollout_mode} and the processor {self.model_config.processor}. "
                 "Set retool.fleet.weight_update=abort."
             )

@@ -67,11 +67,11 @@ class FleetCheckpointManager(CheckpointEngineManager):
         pulse = self.pulse  # the watching thread removes it when it ends
         if self.fault is None and pulse is not None and (silent_s := pulse.silent_s()) > UNWATCHED_S:
             self.fault = TimeoutError(
-                f"the watching of the servers has not ended a round for {silent_s:.0f} s (is the Ray head gone?)"
+                f"the thread that watches them has not finished a round for {silent_s:.0f} s (is the Ray head gone?)"
             )
         if self.fault is not None:
             raise RuntimeError(
-                f"The rollout servers are not watched any more: {self.fault}. Start the run again: it goes on from its "
+                f"The rollout servers are no longer watched: {self.fault}. Start the run again; it resumes from its "
                 "newest checkpoint."
             ) from self.fault
 
@@ -114,7 +114,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.updating = frozenset(living)
         living = await self._in_one_group(living)
         if not living:
-            logger.warning("weights of version %s: no server is left that could get them.", version)
+            logger.warning("no server is left that could get the weights of version %s.", version)
             return [], {}
         actor = self.actor_wg
         sent = _begun(actor.update_weights(global_steps=version, mode=self.backend))
@@ -204,7 +204,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
             if (error := each.exception()) is None:
                 living.append(replica)
             elif isinstance(error, ActorUnavailableError):
-                logger.warning("%s cannot be reached, its weights do not change: %r", replica.server_address, error)
+                logger.warning("%s cannot be reached and keeps its weights: %r", replica.server_address, error)
             elif is_death(error):
                 self.dead.add(replica)
             else:
@@ -213,8 +213,8 @@ class FleetCheckpointManager(CheckpointEngineManager):
         if not (living or others) and are_alike([*failed.values()]):
             raise next(iter(failed.values()))
         for replica, error in failed.items():
-            logger.error("%s failed as its weights were to change", replica.server_address, exc_info=error)
-            self.failures[replica] = f"it failed as its weights were to change: {error!r}"
+            logger.error("%s failed during the update of its weights", replica.server_address, exc_info=error)
+            self.failures[replica] = f"it failed during the update of its weights: {error!r}"
             self.dead.add(replica)
         return living
 

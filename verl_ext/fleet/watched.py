@@ -126,7 +126,7 @@ class WatchedServer(vLLMHttpServer):
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while not self.engine.errored:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"vLLM did not notice in {KILL_TIMEOUT_S:.0f} s that its engine was killed.")
+                raise TimeoutError(f"vLLM did not notice within {KILL_TIMEOUT_S:.0f} s that its engine was killed.")
             await asyncio.sleep(0.01)
         for answer in list(self.engine.engine_core.utility_results.values()):  # vLLM leaves their callers waiting
             if not answer.done():

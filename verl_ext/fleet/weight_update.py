@@ -39,20 +39,20 @@ def refusals(get: Callable[..., Any]) -> Iterator[str]:
 def _refusals_of_a_mixed_cache(get: Callable[..., Any]) -> Iterator[str]:
     """Yield what rules out responses on keys and values of several versions, which no trainer can recompute."""
     if not (get(f"{_CORRECTION}.bypass_mode") or get(f"{_CORRECTION}.rollout_is")):
-        yield f"""{KEY} is keep with {_CORRECTION}.bypass_mode=false and rollout_is=null: the trainer would take its own
-            log-probs for those that the tokens were sampled with, and cannot compute these again, as the cache holds
-            several versions -> Take an objective that uses the rollout's log-probs, such as objective=glm5_async or
-            objective=olmorl, or set {KEY}=abort."""
+        yield f"""{KEY} is keep with {_CORRECTION}.bypass_mode=false and rollout_is=null: the trainer would use its own
+            log-probs instead of those that the tokens were sampled with, and it cannot recompute the latter because
+            the cache holds several versions -> Use an objective that uses the rollout's log-probs, such as
+            objective=glm5_async or objective=olmorl, or set {KEY}=abort."""
     if get(f"{_ROLLOUT}.free_cache_engine", True):
-        yield f"""{KEY} is keep with {_ROLLOUT}.free_cache_engine=true: verl would free the KV cache for every update
+        yield f"""{KEY} is keep with {_ROLLOUT}.free_cache_engine=true: verl would free the KV cache at every update
             -> Set {_ROLLOUT}.free_cache_engine=false."""
     if get(f"{_ROLLOUT}.engine_kwargs.vllm.kv_transfer_config"):
         yield f"""{KEY} is keep with {_ROLLOUT}.engine_kwargs.vllm.kv_transfer_config: a store of keys and values
-            outside of vLLM may give out those of older weights -> Remove it, or set {KEY}=abort."""
+            outside vLLM may return those of older weights -> Remove it, or set {KEY}=abort."""
     adapters = get(f"{_MODEL}.lora_rank", 0) or get(f"{_MODEL}.lora.rank", 0)
     if adapters and not get(f"{_MODEL}.lora.merge"):
-        yield f"""{KEY} is keep with LoRA adapters of rank {adapters}: nothing shows yet that vLLM exchanges an adapter
-            under a running request -> Set {_MODEL}.lora.merge=true, or {KEY}=abort."""
+        yield f"""{KEY} is keep with LoRA adapters of rank {adapters}: it is untested whether vLLM can exchange an
+            adapter under a running request -> Set {_MODEL}.lora.merge=true, or {KEY}=abort."""
 
 
 def install(config: DictConfig) -> None:

@@ -221,14 +221,14 @@ def test_every_mode_can_have_the_ring(mode):
         ({f"{ROLLOUT}.router_config_path": "mine.yaml"}, "router_config_path=mine.yaml"),
         ({f"{ROLLOUT}.full_determinism": True}, "no two runs would be equal"),
         ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.name": "sglang"}, "data_parallel_size=2, name=sglang"),
-        ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.disaggregation.enabled": True}, "prefill and decode"),
+        ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.disaggregation.enabled": True}, "both prefill and decode"),
         (
             {f"{ROLLOUT}.agent.agent_loop_manager_class": "verl_ext.rollout.workers.InServerAgentLoopManager"},
-            "ask no router",
+            "never ask a router",
         ),
         (  # as it was called before
             {f"{ROLLOUT}.agent.agent_loop_manager_class": "verl_ext.agent_loop.manager.InServerAgentLoopManager"},
-            "ask no router",
+            "never ask a router",
         ),
     ],
 )

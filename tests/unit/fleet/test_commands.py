@@ -53,14 +53,14 @@ def test_what_the_run_cannot_do_is_said(tmp_path, obey):
 
 
 def test_a_command_that_nobody_takes_is_withdrawn_for_good(tmp_path):
-    with pytest.raises(NoAnswer, match=r"No run looked into .*fleet_commands within 0 s\. Expected an RL run"):
+    with pytest.raises(NoAnswer, match=r"No run read .*fleet_commands within 0 s\. Expected an RL run"):
         ask(tmp_path, ["add"], take_s=0.2)
     assert files(tmp_path) == [] and [*take(tmp_path)] == []
 
 
 def test_a_run_that_takes_a_command_and_dies_is_told_apart(tmp_path, obey):
     obey(lambda command: None)
-    with pytest.raises(NoAnswer, match=r"The run took \['add'\] and did not answer within 0 s"):
+    with pytest.raises(NoAnswer, match=r"The run accepted \['add'\] but did not answer within 0 s"):
         ask(tmp_path, ["add"], answer_s=0.2)
     assert files(tmp_path) == []
 
@@ -68,7 +68,7 @@ def test_a_run_that_takes_a_command_and_dies_is_told_apart(tmp_path, obey):
 def test_an_answer_for_which_nobody_waits_leaves_no_file(tmp_path, obey):
     late = []
     obey(late.append)
-    with pytest.raises(NoAnswer, match="It may do it yet"):
+    with pytest.raises(NoAnswer, match="It may still do it"):
         ask(tmp_path, ["remove", "1"], answer_s=0.2)
     late[0].answer("done")
     assert files(tmp_path) == []

@@ -25,7 +25,7 @@ def test_of_agent_loops_within_the_server_the_router_knows_no_load_and_no_server
     OmegaConf.update(world.servers.config, manager, IN_SERVER)
     members = Members(world.servers, world.checkpoints)
     assert [(row["ranks"], row["requests"]) for row in members.rows()] == [([], None)] * 2
-    with pytest.raises(commands.Refused, match="ask no router. Set it to .*LeanAgentLoopManager"):
+    with pytest.raises(commands.Refused, match="never ask a router. Set it to .*LeanAgentLoopManager"):
         members.add()
 
 
@@ -68,13 +68,13 @@ def test_the_last_server_stays(world):
     world.may_leave.set()
     world.members.remove(0)
     assert refused(world.members.remove, 1).startswith("Server 1 is the only one")
-    assert refused(world.members.remove, 0) == "No server 0 serves. Expected one of [1]."
+    assert refused(world.members.remove, 0) == "There is no server 0. Expected one of [1]."
     assert "10.0.0.1:1" in world.router.load
 
 
 def test_a_server_that_is_added_joins_with_the_next_weights_and_not_before(world):
     world.may_start.clear()
-    assert world.members.add().startswith("Server 2 starts.")
+    assert world.members.add().startswith("Server 2 is starting.")
     wait_until(lambda: ("start", 2) in world.log)
     assert states(world)[2] == "starts"
     with world.members.weights_change():
@@ -108,7 +108,7 @@ def test_no_number_is_given_twice(world):
 
 def test_a_server_for_which_there_is_no_gpu_is_refused(world):
     world.free = 0
-    assert refused(world.members.add).startswith("A server takes 1 GPUs, and Ray has 0 that are free.")
+    assert refused(world.members.add).startswith("A server needs 1 GPUs, but Ray has 0 free.")
     assert states(world) == {0: "serves", 1: "serves"}
 
 
@@ -141,13 +141,13 @@ def test_commands_are_obeyed_while_the_run_goes_on_and_what_fails_is_told(world,
         assert [row["server"] for row in commands.ask(tmp_path, ["list"])] == [0, 1]
         assert commands.ask(tmp_path, ["remove", "0"]).startswith("Server 0 gets no more")
         for words, why in (
-            (["remove", "0"], "No server 0 serves"),
-            (["dance"], "Expected list, add, or remove and a number, got"),
+            (["remove", "0"], "There is no server 0"),
+            (["dance"], "Expected list, add, or remove with a number; got"),
             (["remove", "all"], "failed: ValueError"),
         ):
             with pytest.raises(commands.Refused, match=why):
                 commands.ask(tmp_path, words)
-        assert commands.ask(tmp_path, ["add"]).startswith("Server 2 starts")
+        assert commands.ask(tmp_path, ["add"]).startswith("Server 2 is starting")
     with pytest.raises(commands.NoAnswer):
         commands.ask(tmp_path, ["list"], take_s=0.2)
 
@@ -174,7 +174,7 @@ def test_commands_are_obeyed_after_one_that_a_full_disk_took_no_answer_to(world,
     with world.members.obeying(tmp_path):
         with pytest.raises(commands.NoAnswer, match="did not answer"):
             commands.ask(tmp_path, ["list"], answer_s=1.5)
-        assert "['list'] was not answered: the disk did not take it" in caplog.text
+        assert "the answer to ['list'] could not be written" in caplog.text
         is_full[0] = False
         assert len(commands.ask(tmp_path, ["list"])) == 2
 
@@ -197,7 +197,7 @@ def test_what_this_takes_of_verl_is_there(cpu_platform):
     [
         ("nccl", {}, "nccl keeps the group of its first update"),
         ("nccl", {"nccl": {"rebuild_group": True}}, None),
-        ("delta_sharded", {"delta_sharded": {"rebuild_group": True}}, "has not the weights"),
+        ("delta_sharded", {"delta_sharded": {"rebuild_group": True}}, "lacks the weights"),
     ],
 )
 def test_no_server_comes_or_goes_where_weights_would_not_follow(world, backend, kwargs, why):
@@ -211,4 +211,4 @@ def test_no_server_comes_or_goes_where_weights_would_not_follow(world, backend, 
         assert why in refused(world.members.add) and why in refused(world.members.remove, 0)
         assert states(world) == {0: "serves", 1: "serves"} and not world.log
     else:
-        assert world.members.add().startswith("Server 2 starts") and world.members.remove(0)
+        assert world.members.add().startswith("Server 2 is starting") and world.members.remove(0)

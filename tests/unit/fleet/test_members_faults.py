@@ -50,7 +50,7 @@ def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, 
     world.may_leave.set()
     world.members.remove(0)
     wait_until(lambda: states(world) == {1: "serves"})
-    assert "server 0 gets no requests, and what it holds was not freed" in caplog.text
+    assert "server 0 gets no requests, but its GPUs and processes were not freed" in caplog.text
 
 
 def test_a_server_stays_where_the_router_does_not_answer(world):
@@ -88,10 +88,10 @@ def test_two_servers_that_are_added_at_once_do_not_get_the_same_gpu(world):
     world.may_start.clear()
     world.members.add()
     told = refused(world.members.add)
-    assert told.startswith("A server takes 1 GPUs, and Ray has 1 that are free, with 1 servers that start")
+    assert told.startswith("A server needs 1 GPUs, but Ray has 1 free, and 1 starting servers")
     world.may_start.set()
     wait_until(lambda: not world.members._starting)
-    assert world.members.add().startswith("Server 3 starts")
+    assert world.members.add().startswith("Server 3 is starting")
 
 
 def test_an_added_server_that_does_not_start_in_time_has_failed(world):
@@ -169,12 +169,12 @@ def test_a_dead_server_is_listed_as_dead_and_counts_for_nothing(world):
     world.checkpoints.dead = {dead}
     assert states(world) == {0: "dead", 1: "serves"}
     assert refused(world.members.remove, living.replica_rank).startswith("Server 1 is the only one")
-    assert refused(world.members.remove, dead.replica_rank) == "No server 0 serves. Expected one of [1]."
+    assert refused(world.members.remove, dead.replica_rank) == "There is no server 0. Expected one of [1]."
 
 
 def test_a_server_is_added_where_all_have_died(world):
     world.checkpoints.replicas = []
     world.servers.rollout_config.tensor_model_parallel_size = 8
-    assert refused(world.members.add).startswith("A server takes 8 GPUs, and Ray has 4 that are free.")
+    assert refused(world.members.add).startswith("A server needs 8 GPUs, but Ray has 4 free.")
     world.free = 8
-    assert world.members.add().startswith("Server 2 starts.")
+    assert world.members.add().startswith("Server 2 is starting.")

@@ -335,7 +335,7 @@ def test_replacements_have_an_end(scene, caplog):
         assert made.failing_starts == 97 and not made.weights.newcomers and made.routed() == ["server 1"]
 
     scene(script, max_replacements=2)
-    assert "retool.fleet.health.max_replacements=2 are spent" in caplog.text
+    assert "retool.fleet.health.max_replacements=2 replacements are used" in caplog.text
 
 
 def test_tries_to_start_one_get_rarer(scene, monkeypatch):

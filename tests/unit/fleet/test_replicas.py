@@ -85,7 +85,7 @@ def test_a_server_of_two_groups_is_stopped_when_both_are_back(stop):
 
 def test_the_wait_for_gpus_has_an_end_and_says_what_is_missing(stop, caplog):
     assert stop(Ray("ab"), "b") == pytest.approx(replicas.FREE_S, abs=0.2)
-    assert "Ray has not taken back" in caplog.text and "GPU_group_0_b" in caplog.text
+    assert "Ray has not freed" in caplog.text and "GPU_group_0_b" in caplog.text
 
 
 def test_a_start_in_time_returns_its_server_or_raises_its_own_error():

@@ -219,7 +219,7 @@ def test_a_request_that_never_lands_stops_the_update(scene, monkeypatch):
 
     async def script(server, engine):
         server._landing.add("a")
-        with pytest.raises(TimeoutError, match="1 requests were admitted"):
+        with pytest.raises(TimeoutError, match="1 admitted requests did not reach"):
             await server.abort_all_requests()
 
     scene("KeepServer", script)

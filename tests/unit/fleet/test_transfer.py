@@ -71,7 +71,7 @@ def test_what_was_declared_dead_before_is_not_asked(make):
 
 class Wrong(Replica):
     async def resume_generation(self):
-        raise TimeoutError("2 requests were admitted and did not reach vLLM's engine")
+        raise TimeoutError("2 admitted requests did not reach vLLM's engine")
 
 
 def test_a_replica_that_fails_alone_is_as_good_as_dead(make, caplog):
@@ -79,7 +79,7 @@ def test_a_replica_that_fails_alone_is_as_good_as_dead(make, caplog):
     manager = make(wrong, other)
     manager.update_weights(global_steps=4)
     assert manager.replicas == [other] and manager.dead == {wrong} and not manager.updating
-    assert "2 requests" in manager.failures[wrong] and "server 0 failed as its weights were to change" in caplog.text
+    assert "2 admitted" in manager.failures[wrong] and "server 0 failed during the update of its weights" in caplog.text
 
 
 def test_a_newcomer_that_cannot_load_is_as_good_as_dead_though_it_is_asked_alone(make):
@@ -92,7 +92,7 @@ def test_a_newcomer_that_cannot_load_is_as_good_as_dead_though_it_is_asked_alone
 
 def test_an_error_that_all_replicas_have_is_raised(make):
     manager = make(Wrong(0), Wrong(1))
-    with pytest.raises(TimeoutError, match="2 requests"):
+    with pytest.raises(TimeoutError, match="2 admitted"):
         manager.update_weights(global_steps=4)
     assert not manager.updating and not manager.dead
 

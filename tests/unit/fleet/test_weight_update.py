@@ -116,6 +116,6 @@ def test_ray_can_send_the_servers_class(cpu_platform, mode):
 
 def test_the_start_of_a_run_says_what_is_wrong_and_what_to_do(registry):
     before = dict(registry._registry)
-    with pytest.raises(ValueError, match=r"rollout_is=null: the trainer would take its own .* versions\. Take an obj"):
+    with pytest.raises(ValueError, match=r"rollout_is=null: the trainer would use its own .* versions\. Use an obj"):
         install(composed("keep", "dapo"))
     assert registry._registry == before

@@ -104,7 +104,7 @@ def test_newcomers_come_in_while_the_trainer_waits_for_rollouts(started):
 def test_the_wait_for_rollouts_ends_where_the_watching_has_failed(started):
     trainer = started(*ON)
     trainer.standalone_checkpoint_manager.fault = ValueError("we erred")
-    with pytest.raises(RuntimeError, match="not watched any more"):
+    with pytest.raises(RuntimeError, match="no longer watched"):
         trainer.replay_buffer._wait_for_next_poll("train", 0.0)
 
 
