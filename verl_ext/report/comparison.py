@@ -55,6 +55,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         out / "comparison.html",
         page.render(
             compared=compared,
+            pairing=pairing(compared),
             table=table,
             groups=_group_table(compared),
             charts=[
@@ -88,6 +89,17 @@ def row(each: Compared) -> list[str]:
         f"{summary['rl']['warm_step']['median_s']:.2f} s" if summary["rl"]["warm_step"] else "-",
         "; ".join(start_texts(trained["starts"])) or ("1" if trained["starts"] else "-"),
     ]
+
+
+def pairing(compared: Sequence[Compared]) -> str:
+    """Say what the differences are from and how they are paired; "" if fewer than two runs were evaluated."""
+    first = next((each.name for each in compared if each.run.after), "")
+    others = [each for each in compared if each.difference is not None]
+    found = [figures for each in others for figures in each.difference.values()]
+    units = sorted({"problem" if each["num_units"] == each["num_problems"] else "template" for each in found})
+    how = f"Differences are from {first}, paired by {' or '.join(units)}, over the problems that both runs have."
+    apart = [f"{each.name} has no judged problem in common with {first}." for each in others if not each.difference]
+    return " ".join([how] * bool(units) + apart)
 
 
 def _group_table(compared: Sequence[Compared]) -> list[list[str]]:

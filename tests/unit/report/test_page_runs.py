@@ -150,9 +150,27 @@ def test_several_runs_stand_side_by_side_with_their_names(folder, rl_run, tmp_pa
     assert "87.5% [" in lines[names[0]] and "37.5% [" in lines[names[1]]
     assert "-50.0 [" in lines[names[1]]  # 3 of 8 right instead of 7, on the same problems
     assert content[names[0]]["difference_from_first"] is None
+    assert f"Differences are from {names[0]}, paired by problem, over the problems that both runs have." in page
     data = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     assert [each["name"] for each in next(c for c in data if c["title"] == "accuracy")["series"]] == names
     Balance().feed(page)
+
+
+@pytest.mark.parametrize(
+    ("problems", "ids", "says"),
+    [
+        ("ab", "", "Differences are from first, paired by problem, over the problems that both runs have."),
+        ("ab", "x", "Differences are from first, paired by template, over the problems that both runs have."),
+        ("cd", "", "second has no judged problem in common with first."),
+    ],
+)
+def test_a_comparison_says_how_it_is_paired(problems, ids, says, tmp_path):
+    for name, asked in (("first", "ab"), ("second", problems)):
+        rows = [row(problem, 1) | {"id": ids} for problem in asked]
+        write_lines(tmp_path / name / "samples.jsonl", rows)
+    main(["--run", str(tmp_path / "first"), str(tmp_path / "second"), "--out", str(tmp_path)])
+    lead = re.search('<p class="lead">(.*?)</p>', (tmp_path / "comparison.html").read_text())[1]
+    assert lead == f"Accuracy is of each run's last evaluation, with its 95% interval. {says}"
 
 
 def test_a_run_named_twice_or_an_out_for_one_is_an_error(rl_run):
