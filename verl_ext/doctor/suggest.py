@@ -1,7 +1,8 @@
-"""Guess which key or name was meant: by what other libraries call it, else by its letters; none if nothing is close."""
+"""Guess which key or name was meant: by what other libraries call it, by its parts, or by its letters."""
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 
 NEAR = 0.7  # similarity of the last parts; 1: equal
@@ -72,7 +73,7 @@ ASIDE = (
 def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
     """Return `Did you mean grpo?`, else `fallback`."""
     names = sorted(known)
-    best = _by_other_word(word, names) or _by_letters(word, names)
+    best = _by_other_word(word, names) or _by_parts(word, names) or _by_letters(word, names)
     return f"Did you mean {best}?" if best else fallback
 
 
@@ -82,6 +83,14 @@ def _by_other_word(word: str, names: list[str]) -> str:
         if found := [name for name in names if name == end or name.endswith(f".{end}")]:
             return max(found, key=lambda name: (_shared(name, word), not name.startswith(ASIDE), -len(name)))
     return ""
+
+
+def _by_parts(word: str, names: list[str]) -> str:
+    """Return a key of the word's own section that has all its parts: `data.max_length` for `data.max_len`."""
+    section, _, last = word.rpartition(".")
+    pattern = re.compile("(.*_)?" + ".*_".join(map(re.escape, last.split("_"))), re.IGNORECASE)
+    own = (name for name in names if name.rpartition(".")[0] == section and pattern.match(name.rpartition(".")[2]))
+    return min(own, key=len, default="") if len(last) > 2 else ""  # almost any key has one or two letters
 
 
 def _shared(name: str, word: str) -> int:

@@ -49,6 +49,10 @@ SFT = [*flatten(schema("sft_trainer_engine")), *own_keys("tiny_sft")]
         ("data.temperature", f"{ROLLOUT}.temperature"),
         ("retool.max_calls", "retool.max_tool_calls"),
         ("retool.sandbx.timeout_s", "retool.sandbox.timeout_s"),
+        # by a part, in the key's own section
+        ("trainer.steps", "trainer.total_training_steps"),
+        ("trainer.save", "trainer.save_freq"),
+        ("data.max_len", "data.max_prompt_length"),
         # nothing is near
         ("mine.threshold", ""),
         ("trainer.flux_capacitor", ""),
@@ -65,6 +69,7 @@ def test_of_rl(word, key):
         ("learning_rate", "optim.lr"),
         ("data.max_tokens", "data.max_length"),
         ("max_seq_length", "data.max_length"),
+        ("data.max_len", "data.max_length"),
         ("per_device_train_batch_size", "data.micro_batch_size_per_gpu"),
         ("model_path", "model.path"),
         ("sp_size", "engine.ulysses_sequence_parallel_size"),
