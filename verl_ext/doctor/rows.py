@@ -115,7 +115,7 @@ class Overlaps:
                 self._held_out |= {same_problem_key(_problem(row.get(run.text_column))) for _, row in rows}
 
     def add(self, where: str, problem: str, key: str) -> None:
-        if self._evaluation and (key in self._held_out or self._evaluation.find_overlap(problem)):
+        if problem and self._evaluation and (key in self._held_out or self._evaluation.find_overlap(problem)):
             self.rows.append(where)
 
     def findings(self, split: str) -> Iterator[Finding]:

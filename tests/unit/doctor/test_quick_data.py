@@ -296,6 +296,16 @@ def test_evaluation_problems_in_an_sft_file_are_told(is_quick, make_run, model, 
     ]
 
 
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_traces_without_a_user_message_do_not_overlap(is_quick, make_run, model, tokenizer, tmp_path):
+    rows = [{"messages": trace()["messages"][1:]}] * 3
+    path = write(tmp_path / "a.parquet", rows)
+    run = make_run("tiny_sft", f"data.train_files={path}", f"data.val_files={path}")
+    used = quick_tokenizer(str(model), tmp_path, None) if is_quick else tokenizer
+    found = [*check_rows(run, used, is_quick=is_quick)]
+    assert found and not [each for each in found if "also in" in each.message]
+
+
 def test_every_check_says_what_it_needs_and_the_quick_part_runs_the_cheap_ones(make_run, tmp_path, monkeypatch):
     """An expensive one is not even called."""
     from verl_ext.doctor import checks
