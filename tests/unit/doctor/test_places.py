@@ -43,6 +43,13 @@ def test_sockets_have_short_paths(name, variable, length, is_well, make_run, tol
     )
 
 
+def test_a_ray_cluster_that_already_runs_has_its_sockets(make_run, told, only_ok, monkeypatch):
+    monkeypatch.setattr("verl_ext.doctor.places._why_not_writable", lambda folder: "")
+    environment = {"RAY_TMPDIR": "/tmp/" + "x" * 33}  # 38 bytes, one more than Ray's sockets leave
+    assert "that Ray makes there" in told(check_temporary(make_run("tiny_dapo"), environment), Level.FAIL)[0]
+    only_ok(check_temporary(make_run("tiny_dapo"), environment | {"RAY_ADDRESS": "10.0.0.1:6379"}))
+
+
 def test_a_short_ray_folder_leaves_vllms_sockets(make_run, told):
     long = "/tmp/" + "x" * 70  # 107 - 37 = 70 bytes
     Path(long).mkdir(exist_ok=True)
