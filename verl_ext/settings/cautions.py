@@ -6,7 +6,7 @@ from typing import Any
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REWARD = "reward.reward_kwargs"
 _GROUPS = "algorithm.filter_groups.enable"
-_OF_ONE_RESPONSE = ("gae", "reinforce_plus_plus", "remax")  # advantages that compare no responses to one prompt
+WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # algorithm.adv_estimator: those that do not compare responses
 
 
 def cautions(get: Callable[..., Any]) -> Iterator[str]:
@@ -20,7 +20,7 @@ def cautions(get: Callable[..., Any]) -> Iterator[str]:
 
 
 def _equal_groups(get: Callable[..., Any]) -> Iterator[str]:
-    if get(_GROUPS) or get("algorithm.adv_estimator") in _OF_ONE_RESPONSE:
+    if get(_GROUPS) or get("algorithm.adv_estimator") in WITHOUT_GROUPS:
         return
     shaping = [f"{_REWARD}.length_penalty=null"] * bool(get(f"{_REWARD}.length_penalty"))
     shaping += [f"{_REWARD}.overlong_buffer_cfg.enable=false"] * bool(get(f"{_REWARD}.overlong_buffer_cfg.enable"))

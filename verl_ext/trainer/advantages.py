@@ -20,6 +20,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
 from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
+from verl_ext.settings.cautions import WITHOUT_GROUPS
 from verl_ext.trainer.queue import real_keys
 from verl_ext.versions import VERL, require_versions
 
@@ -29,7 +30,6 @@ OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
 OF_DIFFERENCES = (
     "grpo", "grpo_vectorized", "grpo_passk", "opo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline",
 )  # fmt: skip
-WITHOUT_GROUPS = ("reinforce_plus_plus", "remax")  # their baseline, if any, is not that of a group
 
 Noted = list[tuple[Sequence[str], Tensor, Tensor]]  # of batches: keys, advantages (float[B, T]), response mask
 _noted: ContextVar[Noted | None] = ContextVar("noted", default=None)

@@ -47,6 +47,12 @@ def test_a_preset_without_dynamic_sampling_is_warned_of_while_length_counts(name
         assert "length_penalty=null" in warned(config, **OFF, **{"reward.reward_kwargs.length_penalty": "piecewise"})[0]
 
 
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
+def test_an_estimator_without_groups_needs_no_dynamic_sampling(estimator, run):
+    assert warned(run, **{"algorithm.filter_groups.enable": False})
+    assert warned(run, **{"algorithm.filter_groups.enable": False, "algorithm.adv_estimator": estimator}) == []
+
+
 def test_fifteen_presets_switch_dynamic_sampling_off():
     texts = [(CONFIGS / "objective" / f"{name}.yaml").read_text() for name in OBJECTIVES]
     assert sum("filter_groups: {enable: false}" in text for text in texts) == 15
