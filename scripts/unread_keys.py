@@ -107,7 +107,7 @@ def read_names(tree: ast.Module, *, is_ours: bool) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
             is_name = re.fullmatch(r"[\w.]+", node.value) and (not is_ours or "." in node.value or id(node) in asked)
             texts.update(node.value.split(".") if is_name else ())
-        elif isinstance(node, ast.Assign) and node.value is not None:
+        elif isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                     inside = [*ast.walk(node.value)]
