@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
 from verl_ext.protocols.call_json import loads, short, what_is_wrong
-from verl_ext.protocols.thinking import THINK_START, THINK_STOP, end_of_thinking, without_thinking
+from verl_ext.protocols.thinking import TAG, THINK_START, THINK_STOP, end_of_thinking, without_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,8 +22,7 @@ CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
 MAX_SURPLUS = 64  # calls of a turn beyond those that are run, which are answered and counted; a model may repeat a tag
 
 _TAG = re.compile(
-    r"(?<![`\"'])</?think>"
-    r"|<tool_call>(?P<json>\s*(?:[\[{]|```))"  # also in quotes: a mere mention has no JSON
+    TAG + r"|<tool_call>(?P<json>\s*(?:[\[{]|```))"  # also in quotes: a mere mention has no JSON
     r"|(?<![`\"'])<tool_call>(?P<line>[ \t]*\n)?"
 )
 _UNOPENED = re.compile(r"(?:\A|[\])}]\s*|\n[ \t]*|[^\s`\"'])</tool_call>")  # a mention in prose follows a blank

@@ -1,13 +1,14 @@
 """Find the part of a turn that is thinking, in which nothing is a call: from `<think>` to the next `</think>`.
 
 Thinking that is never closed reaches to the end of the turn. A `</think>` that nothing opened closes all text before
-it: many chat templates open the thinking in the prompt. A tag right after a quote or a backtick is only mentioned.
+it: many chat templates open the thinking in the prompt. A tag between quotes or backticks is only mentioned.
 """
 
 import re
 
 THINK_START, THINK_STOP = "<think>", "</think>"
-_TAG = re.compile(r"(?<![`\"'])</?think>")
+TAG = r"(?<![`\"'])</?think>|</?think>(?![`\"'])"  # a quote or a code fence may end right before it
+_TAG = re.compile(TAG)
 
 
 def opens_thinking(before: str) -> bool:
@@ -37,3 +38,14 @@ def without_thinking(text: str, thinking: bool = False) -> str:
             position = tag.end()
         thinking = tag[0] == THINK_START
     return "".join(kept) + ("" if thinking else text[position:])
+
+
+def after_thinking(text: str, *, unfinished: bool = False) -> str:
+    """Return the text after its last `</think>`, without thinking that is never closed except with `unfinished`."""
+    start, stop = 0, len(text)
+    for tag in _TAG.finditer(text):
+        if tag[0] == THINK_STOP:
+            start, stop = tag.end(), len(text)
+        elif not unfinished:
+            stop = min(stop, tag.start())
+    return text[start:stop]

@@ -34,6 +34,7 @@ def hermes(tokenizer, request):
         ('<think><tool_call>{"name": </think>' + REAL, ["real"]),  # a draft that is no call
         ("<think>`</think>` would end it. " + DRAFT + "</think>" + REAL, ["real"]),
         (f"<think>close with `</think>` {DRAFT}", []),  # a tag that is only mentioned
+        (f'<think>{DRAFT} He said "yes"</think>{REAL}', ["real"]),  # the quote ends before the tag
         (f"{DRAFT}\n</think>\n\n{REAL}", ["real"]),  # the prompt opened it
         (f"The tag `<think>` is none here. {REAL}", ["real"]),
         (f"<think>a</think>{call_text(code='<think>')}", ["<think>"]),

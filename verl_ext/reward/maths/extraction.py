@@ -7,6 +7,8 @@ after its last `</think>`, outside the code it wrote and outside what tools prin
 import re
 from bisect import bisect_left as bisect
 
+from verl_ext.protocols.thinking import after_thinking
+
 _CODE_TAGS = ("code", "tool_call", "python", "execute")
 _PRINTED_TAGS = tuple("interpreter tool_response output tool_output tool_result execution_result observation".split())
 _PROSE_FENCES = {"latex", "tex", "math", "markdown", "md", "text", "plaintext"}
@@ -67,9 +69,7 @@ def strip_tool_blocks(response_text: str, *, unfinished_thinking: bool = False) 
     and the fence of output after one, and other roles' turns of a chat. A block that is never closed reaches to the
     end: a response cut off inside its code has not answered yet. A block that is never opened begins at the start.
     """
-    outside = _drop_closed_blocks(response_text).rpartition("</think>")[2]
-    if not unfinished_thinking:
-        outside = outside.partition("<think>")[0]
+    outside = after_thinking(_drop_closed_blocks(response_text), unfinished=unfinished_thinking)
     unclosed = _BLOCK_OPEN.search(outside)
     outside = outside[: unclosed.start()] if unclosed else outside
     return _STRAY_CLOSE.split(outside)[-1]

@@ -15,9 +15,7 @@ MAX_PIECES = 64  # of a union
 _LETTER = re.compile(r"(?<!\\)\b[a-zA-Z]\b")
 
 _TURNED = {">": "<", r"\ge": r"\le"}
-_CONDITION = re.compile(
-    r"\\\{\s*(?P<variable>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?[|:](?P<rest>.*)\\\}"
-)
+_CONDITION = re.compile(r"\\\{\s*(?P<variable>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?[|:](?P<rest>.*)\\\}")
 _SET = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|infty)(?![a-zA-Z])|^\\\{.*[|:].*\\\}$")
 
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\(-\\infty\s*,\s*\\infty\s*\)")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from verl_ext.protocols.thinking import after_thinking
 from verl_ext.reward.score import Score
 
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -36,7 +37,7 @@ class IfevalVerifier:
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         constraints = read_constraints(ground_truth)
-        response = response_text.rpartition("</think>")[2]
+        response = after_thinking(response_text, unfinished=True)
         if not response.strip():
             return Score(0.0, "", "no_answer", "empty")
         broken = [name for name, kwargs in constraints if not CHECKS[name](response, **kwargs)]

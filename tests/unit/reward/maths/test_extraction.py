@@ -85,6 +85,22 @@ def test_only_what_follows_the_last_think_block_is_read():
     assert extract_answer(r"\boxed{1}</think> I do not know") is None
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"I skip the `<think>` tag. \boxed{1}", "1"),
+        (r"The tags are `<think>` and `</think>`. \boxed{1}", "1"),
+        (r"\boxed{1} It stands before '</think>'.", "1"),
+        (r"<think>I close with `</think>`: \boxed{2}", None),
+        (r'<think>It says "</think>", \boxed{2}</think> \boxed{1}', "1"),
+        (r'<think>He said "two"</think> \boxed{1}', "1"),  # a quote that ends before the tag
+        (r"<think>\boxed{2} `</think> \boxed{1}", "1"),
+    ],
+)
+def test_a_think_tag_in_quotes_is_only_a_mention(text, answer):
+    assert extract_answer(text) == answer
+
+
 def test_box_in_thoughts_that_never_end_is_an_answer_only_if_wanted():
     for text in (r"<think>\boxed{1}", r"<think>a</think> then <think>so \boxed{1}"):
         assert extract_answer(text) is None

@@ -191,6 +191,7 @@ def test_references_are_right_and_mutants_wrong(url, load_script):
         ("```\na = 1\n```", "a = 1\n"),
         ("```python\na = 1\n```\nor\n```py\na = 2\n```", "a = 2\n"),
         ("<think>```python\na = 1\n```</think>", None),
+        ("```python\nprint('</think>')\n```", "print('</think>')\n"),
         ("```python\na = 1", None),
         ("a = 1", None),
         ("```python\n\n```", None),

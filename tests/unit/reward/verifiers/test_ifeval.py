@@ -109,6 +109,7 @@ def test_character_that_is_no_letter_can_be_counted():
 
 def test_only_what_follows_the_thoughts_counts():
     assert verdict("<think>a, b</think>a b", ROWS["3615"]).acc == 1.0
+    assert verdict("a, b `</think>` a b", ROWS["3615"]).acc == 0.0  # only a mention of the tag
 
 
 def test_share_of_the_constraints_met():

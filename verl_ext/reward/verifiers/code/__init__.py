@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
+from verl_ext.protocols.thinking import after_thinking
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
 from verl_ext.reward.verifiers.code.prepare import prepare
@@ -120,7 +121,7 @@ class CodeVerifier:
 
 def extract_program(response_text: str) -> str | None:
     """Return the last complete fenced block of Python (or no language) after the last `</think>`; None without one."""
-    fences = _FENCE.finditer(response_text.rpartition("</think>")[2])
+    fences = _FENCE.finditer(after_thinking(response_text, unfinished=True))
     blocks = [each["body"] for each in fences if each["body"] and _language(each) in _LANGUAGES]
     return blocks[-1] if blocks and blocks[-1].strip() else None
 
