@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _HUB_NAME = re.compile(r"(?!outputs/)\w[\w.-]*(/[\w.-]+)?")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")  # the name in transformers 5, and before
 
 
 class NoTokenizer(ValueError):
@@ -45,10 +46,14 @@ class QuickTokenizer:
         except Exception as error:  # tokenizers raises this very class
             raise NoTokenizer(f"{folder}: {error}") from None
         named = {name: config.get(name) or saved.get(name) for name in _SPECIAL}
-        self._special = {name: each["content"] if isinstance(each, dict) else each for name, each in named.items()}
-        self._special = {name: each for name, each in self._special.items() if each}
+        more = next((each for file in (config, saved) for key in _MORE_SPECIAL if (each := file.get(key))), {})
+        if isinstance(more, dict):  # with names, which templates may use
+            named, more = named | more, []
+        self._special = {name: _content(each) for name, each in named.items() if each}
+        self.all_special_tokens = [*self._special.values(), *map(_content, more)]
+        self._tokenizer.add_special_tokens(self.all_special_tokens)
         self.eos_token = self._special.get("eos_token")
-        self.chat_template = template or _template_of(folder, config)
+        self.chat_template = template or _templates_of(folder, config)
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -56,10 +61,6 @@ class QuickTokenizer:
     @property
     def added_tokens_decoder(self) -> "dict[int, AddedToken]":
         return self._tokenizer.get_added_tokens_decoder()
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        return [*self._special.values()]
 
     @property
     def all_special_ids(self) -> list[int | None]:
@@ -80,9 +81,15 @@ class QuickTokenizer:
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Return the text; `tokenize` is always false."""
+        """Return the text; `tokenize` is always false. Raises ValueError if none of several templates is the default."""
+        template = self.chat_template
+        if isinstance(template, dict):
+            named = template.get("default") if tools is None else template.get("tool_use", template.get("default"))
+            if named is None:
+                raise ValueError(f"there are several chat templates and no default one: {', '.join(template)}")
+            template = named
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return _compiled(self.chat_template).render(**given, **(self._special | kwargs))
+        return _compiled(template).render(**given, **(self._special | kwargs))
 
 
 class PlainEncoder:
@@ -112,14 +119,20 @@ def quick_tokenizer(path: str, folder: Path, template: str | None) -> QuickToken
     raise NoTokenizer(f"{path}: {kind}")
 
 
-def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = {each["name"]: each["template"] for each in found}.get("default")
-    return found
+def _templates_of(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """Return the folder's chat template, or several ones by name."""
+    files = {each.stem: each for each in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (file := folder / "chat_template.jinja").is_file():
+        files["default"] = file
+    found = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    found = found or config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}
+    return found["default"] if isinstance(found, dict) and [*found] == ["default"] else found
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -47,6 +47,45 @@ def test_names_and_numbers_are_those_of_transformers(both):
     assert added[0] == added[1]
 
 
+LIST, NAMED = ["<code>", "<new>"], {"code_token": "<code>", "new_token": "<new>"}
+
+
+@pytest.mark.parametrize(
+    ("key", "tokens", "form"),
+    [
+        ("additional_special_tokens", LIST, "config"),
+        ("additional_special_tokens", LIST, "map"),
+        ("extra_special_tokens", LIST, "config"),
+        ("extra_special_tokens", LIST, "map"),
+        ("extra_special_tokens", NAMED, "config"),
+        ("extra_special_tokens", NAMED, "map"),
+        ("extra_special_tokens", [{"content": "<code>"}, {"content": "<new>"}], "map"),
+    ],
+)
+def test_further_special_tokens_are_those_of_transformers(key, tokens, form, tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("added_tokens_decoder", None)  # with it, transformers reads no special_tokens_map.json
+    if form == "config":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {key: tokens}))
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({key: tokens}))
+    full, quick = AutoTokenizer.from_pretrained(tmp_path), QuickTokenizer(tmp_path)
+    assert {*quick.all_special_tokens} == {*full.all_special_tokens} > {"<code>", "<new>"}
+    assert {*quick.all_special_ids} == {*full.all_special_ids} and len(quick) == len(full)
+    assert quick.encode("1 <code> <new>") == full.encode("1 <code> <new>", add_special_tokens=False)
+    template = "{{ eos_token }}{{ code_token }}"
+    assert _rendered(quick, template) == _rendered(full, template)
+
+
+def _rendered(tokenizer, template: str) -> str:
+    tokenizer.chat_template = template
+    return tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -78,8 +117,42 @@ def test_where_a_folder_keeps_its_template(form, tokenizer, tmp_path):
         named = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}]
         config["chat_template"] = "T" if form == "config" else named
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert QuickTokenizer(tmp_path).chat_template == "T"
+    chosen = QuickTokenizer(tmp_path).chat_template
+    assert chosen == ({"tool_use": "U", "default": "T"} if form == "named" else "T")
     assert QuickTokenizer(tmp_path, "mine").chat_template == "mine"
+
+
+@pytest.mark.parametrize("form", ["config", "files"])
+@pytest.mark.parametrize("tools", [None, [], [CODE_SCHEMA]])
+def test_of_several_templates_tools_choose_theirs(form, tools, tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    templates = {"default": "D", "tool_use": "T{{ tools | length }}", "rag": "R"}
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    if form == "config":
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    else:  # as transformers saves them
+        full = AutoTokenizer.from_pretrained(tmp_path)
+        full.chat_template = templates
+        full.save_pretrained(tmp_path)
+        assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    full, quick = AutoTokenizer.from_pretrained(tmp_path), QuickTokenizer(tmp_path)
+    expected = full.apply_chat_template(CONVERSATION, tools=tools, tokenize=False)
+    assert quick.apply_chat_template(CONVERSATION, tools=tools) == expected
+    assert QuickTokenizer(tmp_path, "mine").chat_template == "mine"
+
+
+def test_templates_without_a_default_are_refused(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    for one in (QuickTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        one.chat_template = {"rag": "R"}
+        with pytest.raises(ValueError, match="no default"):
+            one.apply_chat_template(CONVERSATION, tokenize=False)
 
 
 def test_which_paths_have_none(tokenizer, tmp_path):
