@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Compare RL steps with what one would pick instead on a laptop: the GRPOTrainer of Hugging Face TRL with a tool. Both run in
-# turns on the same task, model, batch and sandbox. TRL's asynchronous trainer, which overlaps tool calls, needs NCCL and
-# is not measured (docs/evidence/speed.md).
+# Compare the time of an RL step with that of Hugging Face TRL's GRPOTrainer with a tool. Both take turns on the same task,
+# model, batch and sandbox. TRL's asynchronous trainer, which overlaps tool calls, needs NCCL and is not measured
+# (docs/evidence/speed.md).
 #
 # Usage: bash scripts/bench_vs_trl.sh [--model tiny|small] [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
 #                                     [--trainers NAME ...]
-#   tiny   the default: the sandbox as it is, and with 100 ms more per call; about 15 minutes
-#   small  SmolLM2-135M-Instruct (weights from 4 bits), the sandbox as it is; with a run of ours without dynamic sampling, as TRL has none.
-#          --trainers runs some of the three: verl-retool, TRL, "verl-retool, no dynamic sampling"
-# Takes the SFT model of the quickstart (outputs/quickstart or outputs/small, made if it is not there), and TRL in an
-# environment of its own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in a new
-# folder below outputs/bench_vs_trl/runs.
+#   tiny   (default) with the sandbox unchanged, and with 100 ms more per call; about 15 minutes
+#   small  SmolLM2-135M-Instruct (weights from 4 bits), sandbox unchanged. A third run, ours without dynamic sampling, does
+#          the same work as TRL, which has none. --trainers chooses among verl-retool, TRL and
+#          "verl-retool, no dynamic sampling"
+# Starts from the SFT model of the quickstart (outputs/quickstart or outputs/small), and makes it if it is missing. Installs
+# TRL into a separate environment, outputs/bench_vs_trl/venv (requirements/trl.txt, 1.5 GB). Prints a table; the figures go
+# to a new folder below outputs/bench_vs_trl/runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1-} == --help ]]; then
@@ -19,8 +20,8 @@ if [[ ${1-} == --help ]]; then
 fi
 
 if (source recipe/retool/common.sh && has_gpu); then
-  echo "bench_vs_trl.sh: TRL's side runs on the CPU, and ours would take this machine's GPU. Set RETOOL_HARDWARE=cpu," \
-    "in a clone without a .venv for GPUs." >&2
+  echo "bench_vs_trl.sh: TRL runs on the CPU, but our side would use this machine's GPU. Set RETOOL_HARDWARE=cpu," \
+    "in a clone whose .venv is not for GPUs." >&2
   exit 2
 fi
 
@@ -45,7 +46,7 @@ if [[ ! -e $TRL/ready ]] || ! cmp -s "$TRL/ready" requirements/trl.txt; then
   rm -rf "$TRL"
   .venv/bin/python -m venv "$TRL"
   pin=$(grep -oE '^torch==[^ ]+' requirements/cpu.txt)
-  # As in setup_env.sh: the CPU build is where pip is configured to look, or in PyTorch's own index.
+  # As in setup_env.sh: the CPU build is in pip's configured indexes, or in PyTorch's own index.
   "$TRL/bin/python" -m pip install --quiet "$pin" 2>"$TRL/pip.log" ||
     "$TRL/bin/python" -m pip install --quiet "$pin" --index-url https://download.pytorch.org/whl/cpu
   "$TRL/bin/python" -m pip install --quiet -r requirements/trl.txt 2>>"$TRL/pip.log"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Accept a machine with a GPU: stages of at most 8 minutes, 30 in all, each alone too, and a table of expected against seen.
+# Test a machine with a GPU in stages, and print what was expected and seen. A stage takes at most 8 minutes, all of them 30.
 #
 # Usage: bash scripts/gpu_acceptance.sh [STAGE...] [--device cpu] [--wheels FOLDER] [--out FOLDER] [--minutes N] [--list] [--help]
-#   PYTHON   default: .venv/bin/python where it is, else python3: the first stages need torch and transformers alone
-# `--list` names the stages and what each lacks here; `--help` has the options of single stages. Where no package index answers,
-# `python scripts/gpu_wheels.py make` makes the folder of wheels elsewhere.
-# The table is also in outputs/gpu_acceptance/acceptance.md, with date and commit, beside the rows of earlier runs.
-# Exit status: 0 all chosen stages passed, 1 one failed, 3 none failed and some did not run (the table says why), 2 a wrong option.
+#   PYTHON   default: .venv/bin/python, or python3 if there is none: the first stages need only torch and transformers
+# `--list` names the stages and what each lacks here; `--help` has the options of single stages. For a machine without a
+# package index, `python scripts/gpu_wheels.py make` collects the folder of wheels on another one.
+# The table is also in outputs/gpu_acceptance/acceptance.md, with date and commit, together with the rows of earlier runs.
+# Exit status: 0 all chosen stages passed; 1 one failed; 2 a wrong option; 3 some did not run (the table says why).
 # `pytest -m gpu` runs the same stages as tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Merge a checkpoint of an SFT or RL run into a Hugging Face folder, if that is not done, and evaluate it with tools.
+# Merge a checkpoint of an SFT or RL run into a Hugging Face folder, unless that is done already, and evaluate it with tools.
 #
 # Usage: [SANDBOX_URL=...] bash scripts/merge_and_eval.sh CKPT_DIR [arguments and overrides of python -m verl_ext.evaluate]
-#   CKPT_DIR   a run's folder (its newest whole step), its global_step_N, or global_step_N/actor; any number of ranks.
-#              Of the quickstart's folder its RL run is taken, or else its SFT run
-# Writes CKPT_DIR's run: merged_step_N (the model, always bf16: verl's merger writes no other type) and evaluation/global_step_N (samples, result.md, result.json).
-# The same command again goes on where it was broken off. Example:
+#   CKPT_DIR   a run's folder (its newest complete step), its global_step_N, or global_step_N/actor, from any number of ranks.
+#              In the quickstart's folder, its RL run, or its SFT run if there is none
+# Writes into the run's folder: merged_step_N, the model, always in bf16 because verl's merger has no other type; and
+# evaluation/global_step_N with samples, result.md and result.json. The same command continues an interrupted one. Example:
 #   bash scripts/merge_and_eval.sh outputs/qwen2-32b_dapo --data aime_2025 --n 30 --compare outputs/qwen2-32b_sft/evaluation/global_step_372
 set -euo pipefail
 

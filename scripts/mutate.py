@@ -1,14 +1,14 @@
-"""Measure how many small faults in the scientific code the unit tests notice: mutation testing. By hand, not in CI.
+"""Measure how many small faults in the scientific code the unit tests notice (mutation testing). It is not run by CI.
 
     python scripts/mutate.py                             # 300 mutants over all modules below
     python scripts/mutate.py folder estimators           # only the mutants in these modules
-    python scripts/mutate.py --list --show survived      # results so far; nothing is run
+    python scripts/mutate.py --list --show survived      # show earlier results; run nothing
 
-Each mutant is one change (`<` for `<=`, a condition for True, a statement left out) in a copy of the repository, never
-in the working tree. The unit tests of its module run, and the first failure kills the mutant. The draw goes by a hash
-of the change (file, function, operator, text, its number among equal ones): an edit leaves most of the draw as it was.
-Results go to `outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only what is new.
-While you write tests against survivors, `--keep-killed` leaves out mutants that were killed before, although file or
+Each mutant is one change (`<` for `<=`, True for a condition, a statement left out) in a copy of the repository, never
+in the working tree. The unit tests of its module run, and the first failure kills the mutant. Mutants are drawn by a
+hash of the change (file, function, operator, text, its number among equal ones), so an edit leaves most of the draw
+unchanged. Results go to `outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only new
+mutants. While you write tests against survivors, `--keep-killed` skips mutants that were killed once, even if file or
 tests have changed since. `mutants.py` says what a mutant is.
 """
 
@@ -224,7 +224,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
         )
         if self.server.stdout.readline() != "ready\n":
-            raise SystemExit("The test process did not start. Is this the repository's .venv/bin/python?")
+            raise SystemExit("The test process did not start. Run this script with the repository's .venv/bin/python.")
 
     def run(self, file: str, source: str | None, limit_s: float) -> tuple[int | None, float]:
         """Run a file's tests and return (pytest's exit status or None for a hang, seconds). No source: unchanged."""
@@ -278,7 +278,7 @@ def limits(worker: Worker, files: list[str]) -> dict[str, float]:
         status, seconds = worker.run(file, None, 600)
         if status != 0:
             tail = "\n".join(worker.log.read_text(errors="replace").splitlines()[-15:])
-            raise SystemExit(f"The tests of {file} do not pass as it is (status {status}):\n{tail}")
+            raise SystemExit(f"The tests of {file} fail without a mutant (status {status}). Repair them first:\n{tail}")
         found[file] = max(LEAST_LIMIT_S, 4 * seconds)
         print(f"{file}: its tests pass, {seconds:.0f} s", flush=True)
     return found
@@ -334,13 +334,13 @@ def report(cases: list[tuple[Mutant, str, str]], journal: Journal, show: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="names of files, such as folder; all of them if none is given")
+    parser.add_argument("modules", nargs="*", help="names of files, such as folder (default: all)")
     parser.add_argument("--number", type=int, default=300, help="mutants drawn over all modules (default 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default 0)")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="mutants tested at a time (default 1)")
-    parser.add_argument("--keep-killed", action="store_true", help="leave out what was ever killed")
+    parser.add_argument("--keep-killed", action="store_true", help="skip mutants that were killed once")
     parser.add_argument("--list", action="store_true", help="run nothing")
-    parser.add_argument("--show", default="survived", help="survived | killed | not run: which ones to print")
+    parser.add_argument("--show", default="survived", help="mutants to print: survived (default), killed, not run")
     parser.add_argument("--journal", type=Path, default=REPO / "outputs" / "mutation.jsonl")
     args = parser.parse_args()
     if unknown := set(args.modules) - {Path(file).stem for file in TESTS}:

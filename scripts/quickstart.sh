@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
-# The main job in one command: set up .venv, then teach a language model to use a code interpreter, on a CPU.
+# Set up .venv, then teach a language model to use a code interpreter on a CPU.
 # Needs Python 3.11 or 3.12, gcc, git and libnuma. The stages are in verl_ext/quickstart/pipeline.py.
 set -euo pipefail
 
-usage() { # here, and not only in pipeline.py: it must also work where nothing is installed yet
+usage() { # here, and not only in pipeline.py: it must also work before anything is installed
     cat <<'EOF_USAGE'
 Usage: bash scripts/quickstart.sh [options]
-Set up .venv (2.7 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
-with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.
-  --model NAME      tiny: 390,000 random parameters, minutes (default); small: SmolLM2-135M-Instruct, weights from 4 bits, or
-                    the Hugging Face folder or hub name of the variable MODEL_PATH; about an hour
-  --stage STAGE     only this stage: data, sft, merge, rl, eval or report (may be repeated)
+Set up .venv (3.0 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
+with the real verl and vLLM, on a CPU. Run it again to reuse finished stages and resume an interrupted one.
+  --model NAME      tiny (default): 390,000 random parameters, minutes. small: SmolLM2-135M-Instruct with weights from
+                    4 bits, or the Hugging Face folder or hub name in the variable MODEL_PATH; about an hour
+  --stage STAGE     run only this stage: data, sft, merge, rl, eval or report (may be repeated)
   --fresh           delete the output folder first
-  --out DIR         where everything is written; default: outputs/quickstart, with --model small:
-                    outputs/small, with --from FOLDER: FOLDER-2, FOLDER-3, ...
-  --from FOLDER     another RL run from the data and the SFT of this quickstart, e.g. --from outputs/quickstart --rl KEY=VALUE
-  --seed N          of data, initial weights and sampling; default: 0
-  --data ARG        argument of data/tiny_tools/prepare.py, or data/small/prepare.py (may be repeated; so may the next two)
-  --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml, or smollm2_sft.yaml
-  --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml, or smollm2_dapo.yaml
-Relative paths count from the repository's root. Where there is a GPU, the tiny model takes the CPU all the same, and the small one
-what .venv was made for; RETOOL_HARDWARE=gpu makes another .venv.
+  --out DIR         the output folder; default: outputs/quickstart, with --model small outputs/small, with --from FOLDER
+                    FOLDER-2, FOLDER-3, ...
+  --from FOLDER     start another RL run from this quickstart's data and SFT model, e.g. --from outputs/quickstart
+                    --rl KEY=VALUE
+  --seed N          for data, initial weights and sampling; default: 0
+  --data ARG        argument of data/tiny_tools/prepare.py or data/small/prepare.py (may be repeated, like the next two)
+  --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml or smollm2_sft.yaml
+  --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml or smollm2_dapo.yaml
+Relative paths start at the repository's root. The tiny model uses the CPU even if there is a GPU; the small one uses
+what .venv was made for. RETOOL_HARDWARE=gpu makes another .venv.
 EOF_USAGE
 }
 
@@ -29,18 +30,18 @@ for arg in "$@"; do
     case $arg in -h | --help) usage && exit ;; esac
 done
 rung=tiny
-for python in "${PYTHON:-python3}" python3 python3.12 python3.11; do # a wrong option is told before the install
+for python in "${PYTHON:-python3}" python3 python3.12 python3.11; do # refuse a wrong option before the install
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
         rung=$("$python" -I verl_ext/quickstart/options.py "$@")
         break
     fi
 done
-# The stack that .venv has; for the tiny model a CPU's, whatever GPU is here: its settings are for no other.
+# The stack that .venv has; for the tiny model always a CPU's, because its settings are for no other.
 hardware=${RETOOL_HARDWARE:-$(head -n 1 .venv/retool-env.txt 2>/dev/null || true)}
 if [ "$rung" = tiny ]; then
     if [ "${hardware:-cpu}" != cpu ]; then
-        echo "quickstart.sh: the tiny model is for a CPU, and the stack here is the GPU's (RETOOL_HARDWARE, or .venv)." \
-            "Use a clone of its own with RETOOL_HARDWARE=cpu, or --model small." >&2
+        echo "quickstart.sh: the tiny model runs on a CPU, but RETOOL_HARDWARE or .venv is for a GPU." \
+            "Use a separate clone with RETOOL_HARDWARE=cpu, or --model small." >&2
         exit 2
     fi
     hardware=cpu

@@ -1,12 +1,12 @@
-"""Check that the main job learns, and not by chance: the quickstart for several seeds, and runs to compare with.
+"""Check that the quickstart learns, and not by chance: run it with several seeds, and with controls.
 
     .venv/bin/python scripts/seeds.py [--model tiny] [--seeds 0 1 2] [--out outputs/seeds] [--results FILE]
 
-Each run is the quickstart in its own folder. The control repeats the RL of the first seed with rewards that carry no
-information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). The small model also learns
-the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints a table: with --model tiny,
-that of docs/evidence/small-models.md. The same command continues an interrupted one. The result of a finished run is a
-line of FILE, and that run is not repeated: another machine can continue with FILE.
+Each run is the quickstart in its own folder. The control repeats the RL of the first seed with random rewards, drawn at
+the rate at which SFT was right (`reward.reward_kwargs.random_reward_p`). With --model small, the first seed also learns
+the task without Python (`data/small/prepare.py --no-tool`). Prints a table; docs/evidence/small-models.md has it. The
+same command continues an interrupted one. A finished run is a line of FILE and is not repeated, so that another machine
+can continue with FILE.
 """
 
 import argparse
@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=COLUMNS, default="tiny", help="as the quickstart's (default: tiny)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    where = "default: outputs/seeds, with --model small: outputs/seeds_small. All checkpoints stay there; a run whose "
-    where += "result is published needs no rl/global_step_* more"
+    where = "default: outputs/seeds, with --model small outputs/seeds_small. All checkpoints stay there; once FILE has "
+    where += "the result of a run, you may delete its rl/global_step_*"
     parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
     args = parser.parse_args(argv)

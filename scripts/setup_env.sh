@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Make .venv and install the pinned stack of this machine: requirements/cpu.txt, or requirements/gpu.txt where
-# nvidia-smi answers. Idempotent: a second call returns at once, a half-made .venv is repaired, a changed lock applied.
+# Make .venv and install this machine's pinned stack: requirements/gpu.txt if nvidia-smi answers, else
+# requirements/cpu.txt. Idempotent: a second call returns at once, a half-made .venv is repaired, a changed lock applied.
 set -euo pipefail
 
 usage() {
     cat <<'EOF'
 Usage: bash scripts/setup_env.sh [--check]
-  --check   only the checks (platform, git, compiler, Python, disk, memory); installs nothing
+  --check   check platform, git, compiler, Python, disk and memory; install nothing
 Environment:
-  PYTHON            Python 3.11 or 3.12 to make .venv with; default: the first of python3.11, python3.12, python3
-  RETOOL_HARDWARE   cpu or gpu; default: gpu where `nvidia-smi -L` succeeds, else cpu
-  RETOOL_FLASH_ATTN 1 compiles flash-attn (gpu only; default), a path to a wheel installs that, 0 goes on without: slower
-                    runs, with +hardware=no_flash_attn (SFT: no_flash_attn_sft). A later call keeps the choice
-  MAX_JOBS, FLASH_ATTN_CUDA_ARCHS   of that compilation; default: by cores and memory, and of the GPU that is here
+  PYTHON            Python 3.11 or 3.12 for .venv; default: the first of python3.11, python3.12, python3
+  RETOOL_HARDWARE   cpu or gpu; default: gpu if `nvidia-smi -L` succeeds, else cpu
+  RETOOL_FLASH_ATTN (gpu only) 1 compiles flash-attn (default); a path to a wheel installs that wheel; 0 continues without
+                    it: runs are slower and need +hardware=no_flash_attn (SFT: no_flash_attn_sft). Later calls keep the
+                    choice
+  MAX_JOBS, FLASH_ATTN_CUDA_ARCHS   for that compilation; default: from cores and free memory, and from this machine's GPU
 pip's own configuration and variables (index, find-links, cache) are respected. Log: .venv/install.log
 EOF
 }
@@ -60,11 +61,11 @@ find_python() {
         "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
             die "$candidate (Python $version) has no venv module. Install it, e.g. apt install python$version-venv"
         [ "$HARDWARE" = gpu ] || "$candidate" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
-            die "libnuma.so.1 was not found, which vLLM for CPUs links. Install it, e.g. apt install libnuma1"
+            die "libnuma.so.1 was not found, and vLLM for CPUs needs it. Install it, e.g. apt install libnuma1"
         command -v "$candidate"
         return
     done
-    die "Python 3.11 or 3.12 is needed, and was not found (${seen%; })." \
+    die "Python 3.11 or 3.12 was not found (${seen%; })." \
         "Install one, e.g. apt install python3.11 python3.11-venv, or set PYTHON to its path"
 }
 
@@ -75,7 +76,7 @@ check_machine() {
         die "this is $platform, and the pinned wheels are for Linux x86_64." \
             "Use such a machine, or a linux/amd64 container"
     getconf GNU_LIBC_VERSION >/dev/null 2>&1 ||
-        die "no glibc here (Alpine?), and the pinned wheels need glibc 2.28 or newer. Use another distribution"
+        die "this system has no glibc (Alpine?), and the pinned wheels need glibc 2.28 or newer. Use another distribution"
     case $HARDWARE in cpu | gpu) ;; *) die "RETOOL_HARDWARE is '$HARDWARE', expected cpu or gpu" ;; esac
     command -v git >/dev/null ||
         die "git was not found; each run records its revision. Install it, e.g. apt install git"
@@ -84,7 +85,7 @@ check_machine() {
             "Install it, e.g. apt install gcc g++"
     local memory_gb
     memory_gb=$(awk '/^MemTotal/ {print int($2 / 1024 / 1024)}' /proc/meminfo)
-    [ "$memory_gb" -ge 16 ] || say "warning: $memory_gb GB of memory; the quickstart takes 4 GB, with --model small 16 GB"
+    [ "$memory_gb" -ge 16 ] || say "warning: $memory_gb GB of memory; the quickstart needs 4 GB, with --model small 16 GB"
 }
 
 cuda_major() { # of the lock's torch
@@ -97,7 +98,7 @@ find_nvcc() { # where torch/utils/cpp_extension.py (2.11) looks
     [ -x "$nvcc" ] && echo "$nvcc"
 }
 
-within_groups() { # $1 GB of memory, or what the smallest control group around this process has (a container, a job), if less
+within_groups() { # $1 GB of memory, or the limit of the smallest control group around this process (container, job), if less
     local gb=$1 root=${CGROUP_ROOT:-} controllers folder name limit
     [ ! -r "$root/proc/self/cgroup" ] || while IFS=: read -r _ controllers folder; do
         case $controllers in
@@ -105,7 +106,7 @@ within_groups() { # $1 GB of memory, or what the smallest control group around t
             memory) folder=/sys/fs/cgroup/memory$folder name=memory.limit_in_bytes ;; # version 1
             *) continue ;;
         esac
-        while [ -n "$folder" ]; do # the limits of the groups around it hold, too
+        while [ -n "$folder" ]; do # the limits of the outer groups hold as well
             limit=$(cat "$root$folder/$name" 2>/dev/null || true)
             case $limit in
                 "" | *[!0-9]*) ;;
@@ -124,10 +125,10 @@ gpu_architectures() {
     done | sort -u | paste -sd ';'
 }
 
-# $1: Python. What compiling flash-attn takes, before 10 GB are installed; sets MAX_JOBS and FLASH_ATTN_CUDA_ARCHS.
+# $1: Python. Check what compiling flash-attn needs, before 10 GB are installed; sets MAX_JOBS and FLASH_ATTN_CUDA_ARCHS.
 check_flash_attn() {
     local otherwise nvcc release memory_gb architectures
-    otherwise="Or go on without flash-attn: RETOOL_FLASH_ATTN=0 (slower, see --help)"
+    otherwise="Or continue without flash-attn: RETOOL_FLASH_ATTN=0 (slower, see --help)"
     case $FLASH_ATTN in
         0) return ;;
         1) ;;
@@ -137,22 +138,22 @@ check_flash_attn() {
             ;;
         *) die "RETOOL_FLASH_ATTN is '$FLASH_ATTN', expected 0, 1 or a path to a wheel" ;;
     esac
-    nvcc=$(find_nvcc) || die "nvcc was not found (PATH, CUDA_HOME, /usr/local/cuda); flash-attn has no wheel and compiles" \
-        "with it. Install the CUDA $(cuda_major) toolkit, or set CUDA_HOME. $otherwise"
+    nvcc=$(find_nvcc) || die "nvcc was not found (PATH, CUDA_HOME, /usr/local/cuda); flash-attn has no wheel and is" \
+        "compiled with it. Install the CUDA $(cuda_major) toolkit, or set CUDA_HOME. $otherwise"
     release=$("$nvcc" --version | grep -oE 'release [0-9]+\.[0-9]+' | cut -d ' ' -f 2) || true
-    [ "${release%%.*}" = "$(cuda_major)" ] || die "$nvcc is of CUDA ${release:-?}, and the lock's torch is of CUDA" \
-        "$(cuda_major), which refuses to compile with another. Install that toolkit, or set CUDA_HOME. $otherwise"
+    [ "${release%%.*}" = "$(cuda_major)" ] || die "$nvcc is from CUDA ${release:-?}, but the locked torch is built for" \
+        "CUDA $(cuda_major) and compiles with no other. Install that toolkit, or set CUDA_HOME. $otherwise"
     command -v "${CXX:-g++}" >/dev/null || command -v c++ >/dev/null ||
-        die "no C++ compiler was found (g++ or c++), which nvcc calls. Install it, e.g. apt install g++"
+        die "no C++ compiler was found (g++ or c++), and nvcc needs one. Install it, e.g. apt install g++"
     "$1" -c 'import os, sysconfig as s; os.stat(os.path.join(s.get_paths()["include"], "Python.h"))' 2>/dev/null ||
-        die "Python.h was not found, which flash-attn includes. Install it, e.g. apt install" \
+        die "Python.h was not found, and flash-attn needs it. Install it, e.g. apt install" \
             "python$(python_version "$1")-dev. $otherwise"
     if [ -z "${FLASH_ATTN_CUDA_ARCHS:-}" ]; then
         architectures=$(gpu_architectures) || true
         case $architectures in
             *none:*) die "a GPU here has compute capability ${architectures##*none:}.x, and flash-attn needs 8, 9, 10 or 12." \
                 "Set FLASH_ATTN_CUDA_ARCHS for the others. $otherwise" ;;
-            "") say "warning: nvidia-smi tells no compute capability; flash-attn is compiled for 80, 90, 100 and 120" ;;
+            "") say "warning: nvidia-smi reports no compute capability; flash-attn is compiled for 80, 90, 100 and 120" ;;
             *) export FLASH_ATTN_CUDA_ARCHS=$architectures ;;
         esac
     fi
@@ -167,9 +168,9 @@ check_flash_attn() {
         export NVCC_THREADS=${NVCC_THREADS:-1}
     fi
     export MAX_JOBS
-    [ "$memory_gb" -ge 6 ] || say "warning: $memory_gb GB are free; one compiler of flash-attn's takes up to 6"
+    [ "$memory_gb" -ge 6 ] || say "warning: $memory_gb GB are free; each job that compiles flash-attn takes up to 6"
     say "flash-attn will be compiled by CUDA $release for ${FLASH_ATTN_CUDA_ARCHS:-all architectures}, $MAX_JOBS job(s) at a" \
-        "time: half an hour with 16 jobs for one architecture (docs/evidence/gpu.md); its README names 3 to 5 minutes on 64 cores"
+        "time. Expect half an hour with 16 jobs for one architecture; its README says 3 to 5 minutes on 64 cores"
 }
 
 check_disk() {
@@ -177,7 +178,7 @@ check_disk() {
     [ "$HARDWARE" = cpu ] || need_gb=30
     free_gb=$(df -Pk "$ROOT" | awk 'NR == 2 {print int($4 / 1024 / 1024)}')
     [ "$free_gb" -ge "$need_gb" ] ||
-        die "$free_gb GB are free in $ROOT, and the $HARDWARE stack with a run needs $need_gb GB." \
+        die "$free_gb GB are free in $ROOT, but the $HARDWARE stack and a run need $need_gb GB." \
             "Free some, or clone elsewhere"
 }
 
@@ -208,7 +209,7 @@ defect() { # prints what is wrong with .venv, nothing if it can be built on
 
 # ---- installing -----------------------------------------------------------------------------------------------------
 
-show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 packages where this is no terminal
+show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 packages if this is no terminal
     local total=$1 count=0 line name
     while IFS= read -r line; do
         case $line in
@@ -244,13 +245,13 @@ pip_install() { # $1: number of packages; the rest: arguments of pip install
 fail_with_log() {
     printf '[setup] ---- last lines of %s\n' "$LOG" >&2
     grep -v '^WARNING: Location' "$LOG" | tail -n 20 >&2
-    die "$* Then run the same command again: it goes on from here"
+    die "$* Then run the same command again: it continues from here"
 }
 
 install_torch() {
     local pin
     pin=$(grep -oE '^torch==[^ ]+' "$LOCK")
-    # The CPU build is not on PyPI: take it from where pip is configured to look, else from PyTorch's own index.
+    # The CPU build is not on PyPI: take it from pip's configured indexes, else from PyTorch's own index.
     pip_install 1 "$pin" && return
     case $pin in *+cpu) ;; *) return 1 ;; esac
     say "  not in pip's configured indexes, trying $TORCH_CPU_INDEX"
@@ -262,7 +263,7 @@ install_all() {
     if [ -e "$VENV" ]; then
         reason=$(defect)
         if [ -n "$reason" ]; then
-            say "the .venv that is here is unusable ($reason): making it again"
+            say "the existing .venv is unusable ($reason): making it again"
             rm -rf "$VENV"
         fi
     fi
@@ -272,7 +273,7 @@ install_all() {
         say "1/4 making .venv with Python $(python_version "$python") ($python)"
         "$python" -m venv "$VENV" || die "$python -m venv $VENV failed, see above"
     else
-        say "1/4 updating the .venv that is here"
+        say "1/4 updating the existing .venv"
     fi
     [ "$HARDWARE" = cpu ] || check_flash_attn "$VENV/bin/python"
     rm -f "$STAMP"
@@ -285,7 +286,7 @@ install_all() {
 
     lines=$(grep -cvE '^(#|$)' "$LOCK")
     say "3/4 installing the other $((lines - 2)) packages of ${LOCK#"$ROOT"/}"
-    # What compiles against torch needs all the rest first.
+    # Packages that compile against torch need all the others first.
     pip_install "$lines" -r <(grep -v '^flash-attn==' "$LOCK") || fail_with_log "A package could not be installed."
     if [ "$HARDWARE" = gpu ] && [ "$FLASH_ATTN" = 0 ]; then
         say "  without flash-attn: add +hardware=no_flash_attn to a run (SFT: +hardware=no_flash_attn_sft)"
@@ -294,7 +295,7 @@ install_all() {
         say "  $lines"
         # its build asks for `ninja` on PATH, which the lock has brought
         PATH=$VENV/bin:$PATH pip_install 1 "$lines" ||
-            fail_with_log "flash-attn could not be built. RETOOL_FLASH_ATTN=0 goes on without it (slower, see --help)."
+            fail_with_log "flash-attn could not be built. RETOOL_FLASH_ATTN=0 continues without it (slower, see --help)."
     fi
 
     say "4/4 linking this checkout"

@@ -5,9 +5,9 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
-  unit   ruff and import-linter, then the fast tests (about five minutes)
-  slow   the slow unit tests, and those that run the real commands end to end
-  all    both, the fast tests, then the slow ones (default)
+  unit   ruff, import-linter and the site, then the fast tests (about five minutes)
+  slow   the slow unit tests, then the end-to-end tests, which run the real commands
+  all    both (default)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
 }
@@ -20,36 +20,36 @@ PART=all
 case ${1:-} in
     unit | slow | all) PART=$1 && shift ;;
 esac
-case ${1:-} in # what follows an option may be its value; what comes first is a test, or a mistake
+case ${1:-} in # a word after an option may be its value; as the first word it is a test, or a mistake
     "" | -*) ;;
     *)
         if [ ! -e "${1%%::*}" ]; then
-            echo "test.sh: '$1' is no part (unit, slow, all), no option of pytest and no file; see --help" >&2
+            echo "test.sh: '$1' is neither a part (unit, slow, all) nor an option of pytest nor a file; see --help" >&2
             exit 2
         fi
         ;;
 esac
 
-# The stack that .venv has, else a CPU's: the tests train the tiny model, which is for a CPU.
+# The stack that .venv has, else a CPU's, because the tests train the tiny model.
 RETOOL_HARDWARE=${RETOOL_HARDWARE:-$(head -n 1 .venv/retool-env.txt 2>/dev/null || true)}
 export RETOOL_HARDWARE=${RETOOL_HARDWARE:-cpu}
 bash scripts/setup_env.sh
 PYTHON=.venv/bin/python
 say() { printf '[test] %s\n' "$*"; }
 
-# The viewer's pages are tested in a browser. Where none can be had, those tests skip and say so.
+# The viewer's pages are tested in a browser. If none can be installed, those tests skip and say so.
 if ! command -v chromium chromium-browser google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "Chromium for the tests of the viewer"
+    say "installing Chromium for the viewer's tests"
     timeout 180 bash -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium' >/dev/null 2>&1 ||
-        say "apt-get could not install it: the tests in a browser are skipped"
+        say "apt-get could not install it: tests in a browser are skipped"
 fi
 
-# Temporary files of the tests, pytest's own included, go with this folder. The path is short because Ray puts Unix
-# sockets below it, whose paths end at 107 characters.
+# All temporary files of the tests, pytest's included, are below this folder, which is removed at the end. Its path is
+# short because Ray puts Unix sockets below it, whose paths have at most 107 characters.
 TMPDIR=$(mktemp -d /tmp/retool.XXXXXX)
-chmod 711 "$TMPDIR" # the sandbox, run as root, has programs below it run as another user
+chmod 711 "$TMPDIR" # run as root, the sandbox runs programs below it as another user
 export TMPDIR
-# Inherited by every process a test starts, so that one that outlives the tests is found and ended as ours.
+# Every process that a test starts inherits this, so that one that outlives the tests is recognised and ended.
 export RETOOL_TEST_RUN=$TMPDIR
 export HF_HUB_OFFLINE=1 WANDB_MODE=disabled RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 
@@ -63,15 +63,15 @@ survivors() { # pids of processes that carry our mark, without this shell and it
 finish() {
     local status=$? pids looks=10
     trap - EXIT
-    trap '' INT TERM # what outlived the tests is ended in any case
+    trap '' INT TERM # processes that outlived the tests are ended in any case
     [ "$status" -lt 128 ] || looks=1
-    for _ in $(seq $looks); do # what was told to end is given the time to do so
+    for _ in $(seq $looks); do # processes that were asked to end get the time to do so
         sleep 1
         pids=$(survivors)
         [ -n "$pids" ] || break
     done
     if [ -n "$pids" ]; then
-        say "these processes outlived the tests and are ended now:" >&2
+        say "these processes outlived the tests and are killed:" >&2
         # shellcheck disable=SC2086
         ps -o pid,etime,args -p $(echo $pids | tr ' ' ',') >&2 || true
         # shellcheck disable=SC2086
@@ -85,7 +85,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# pytest's exit code 5 means that nothing was selected, as when `-k` names only a test of the other part.
+# pytest exits with 5 if it selects nothing, for example if `-k` names a test of the other part.
 run_pytest() {
     local status=0
     "$PYTHON" -m pytest "$@" || status=$?
@@ -96,10 +96,10 @@ run_pytest() {
 SELECTED=0
 
 SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
-# End-to-end tests that start no training and put no load on the machine that would disturb a unit test.
+# End-to-end tests that start no training and cause too little load to disturb a unit test.
 NO_TRAINING=(tests/e2e/test_prepare_scale.py tests/e2e/test_sandbox_alone.py)
-# One looks at what is left of a run in /dev/shm, where runs beside it have files too; the threads of the next spin; the
-# last compares latencies.
+# The first looks at what a run leaves in /dev/shm, where other runs also have files; the threads of the second spin;
+# the last compares latencies.
 ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py tests/e2e/test_sandbox_faults.py)
 
 if [ "$PART" != slow ]; then
@@ -107,12 +107,14 @@ if [ "$PART" != slow ]; then
     .venv/bin/ruff check --output-format=concise .
     .venv/bin/ruff format --check .
     .venv/bin/lint-imports --no-logo --no-cache
-    if [ -x .venv/bin/sphinx-build ]; then # the CPU's lock has it
+    if [ -x .venv/bin/sphinx-build ]; then
         say "the site, with warnings as errors: outputs/site"
         .venv/bin/sphinx-build -q -W -b html -d "$TMPDIR/doctrees" docs outputs/site
+    else
+        say "no site: this .venv has no Sphinx, which only requirements/cpu.txt brings"
     fi
 fi
-if [ $# -gt 0 ]; then # of the caller's choice
+if [ $# -gt 0 ]; then # the caller chooses
     [ "$PART" = slow ] || run_pytest "$@"
     [ "$PART" = unit ] || run_pytest "${SLOW[@]}" "$@"
 else
@@ -126,9 +128,9 @@ else
             ;;
     esac
     if [ "$PART" != unit ]; then
-        say "end-to-end tests, two at a time: a run often waits (a GPU test skips where there is no GPU)"
+        say "end-to-end tests, two at a time because a run often waits (tests of a GPU skip without one)"
         run_pytest "${SLOW[@]}" -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
-        say "end-to-end tests that run alone"
+        say "end-to-end tests that need the machine to themselves"
         run_pytest "${SLOW[@]}" "${ALONE[@]}"
     fi
 fi

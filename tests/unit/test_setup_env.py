@@ -52,7 +52,7 @@ def test_check_passes_on_this_machine(checkout):
     [
         ("git", None, "git was not found"),
         ("uname", "echo Darwin arm64", "this is Darwin arm64, and the pinned wheels are for Linux x86_64"),
-        ("getconf", "exit 1", "no glibc here"),
+        ("getconf", "exit 1", "this system has no glibc"),
         ("df", "echo h; echo / 9 9 5242880 9% /", "5 GB are free"),
         ("python3", "echo 3.13", "python3 is 3.13). Install one"),
         ("python3", None, "python3 does not run). Install one"),
@@ -133,8 +133,12 @@ def test_flash_attn_is_compiled_for_the_gpu_that_is_here(gpu):
     ("tool", "script", "expected"),
     [
         ("nvcc", None, "nvcc was not found (PATH, CUDA_HOME, /usr/local/cuda)"),
-        ("nvcc", NVCC.format("12.8"), "is of CUDA 12.8, and the lock's torch is of CUDA 13, which refuses"),
-        ("nvcc", "echo nothing", "is of CUDA ?, and the lock's torch is of CUDA 13"),
+        (
+            "nvcc",
+            NVCC.format("12.8"),
+            "is from CUDA 12.8, but the locked torch is built for CUDA 13 and compiles with no other",
+        ),
+        ("nvcc", "echo nothing", "is from CUDA ?, but the locked torch is built for CUDA 13"),
         ("g++", None, "no C++ compiler was found"),
         ("python3", 'case "$2" in *Python.h*) exit 1;; *venv*) ;; *) echo 3.12;; esac', "apt install python3.12-dev"),
         (
@@ -162,7 +166,7 @@ def test_architectures_follow_the_gpus(capabilities, architectures, gpu):
     done = check(gpu)
     assert done.returncode == 0, done.stderr
     assert f"CUDA 13.0 for {architectures}" in done.stdout
-    assert ("warning: nvidia-smi tells no compute capability" in done.stdout) == (capabilities == "")
+    assert ("warning: nvidia-smi reports no compute capability" in done.stdout) == (capabilities == "")
     (gpu / "bin" / "nvidia-smi").unlink()  # an image is built where there is no GPU
     assert "CUDA 13.0 for all" in check(gpu, RETOOL_HARDWARE="gpu").stdout
 

@@ -93,7 +93,7 @@ def test_the_tiny_model_is_for_a_cpu_and_no_command_replaces_the_stack(
         (["--stage", "train"], "invalid choice: 'train'"),
         (["--seed", "one"], "invalid int value"),
         (["--rl", "trainer.save_freq"], "expected a Hydra override of the form KEY=VALUE"),
-        (["--from", "/nowhere"], "--from /nowhere: no quickstart is there"),
+        (["--from", "/nowhere"], "--from /nowhere: expected the folder of a quickstart, but it has no stages.json"),
         (["outputs/quickstart"], "unrecognized arguments: outputs/quickstart"),
     ],
 )
@@ -108,7 +108,7 @@ def test_help_and_the_wrong_part_of_the_tests_install_nothing(checkout):
         done, installed = checkout(script, *arguments)
         assert (done.returncode, installed) == (0, False) and "Usage:" in done.stdout
     done, installed = checkout("test.sh", "uint")
-    assert (done.returncode, installed) == (2, False) and "'uint' is no part (unit, slow, all)" in done.stderr
+    assert (done.returncode, installed) == (2, False) and "'uint' is neither a part (unit, slow, all)" in done.stderr
 
 
 @pytest.mark.parametrize(
