@@ -1,6 +1,7 @@
 """Count a program's files on disk: the limit if mounts, and so a separate file system, are refused.
 
-A worker counts every CHECK_S, and kills a program that has more; what it writes in between comes on top.
+A worker counts again CHECK_S to MAX_PAUSE_S after each count, and kills a program that has more than it may. What the
+program writes in between comes on top.
 """
 
 import contextlib
@@ -14,11 +15,11 @@ import time
 from collections.abc import Iterable, Iterator
 
 from .folders import OPEN_FOLDER, openat
+from .isolation import MAX_TASKS
 from .namespaces import HOME_BYTES, HOME_INODES
 from .wire import address_of, numbers_in, unshared
 
 MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
-MAX_THREADS = 128  # isolation.MAX_TASKS, for when RLIMIT_NPROC would count processes that are not the program's
 CHECK_S = 0.01  # minimum; a count that takes long is followed by a longer pause, of at most MAX_PAUSE_S
 PAUSE, MAX_PAUSE_S = 10, 0.1  # the pause as a multiple of the time that a count took, and its maximum
 MAPS_S = 0.1  # between two looks at what is mapped, which costs most
@@ -106,8 +107,9 @@ class DiskWatch:
             return f"disk limit: {exc}"
         finally:  # the next program, a fork of this process, must find nothing of this one
             self._seen, self._num_bytes = set(), 0
-        if sum(len(threads_of(pid)) for pid in pids) > MAX_THREADS:
-            return f"thread limit: it has more than {MAX_THREADS} threads"
+        # RLIMIT_NPROC is off if it would count processes that are not the program's.
+        if sum(len(threads_of(pid)) for pid in pids) > MAX_TASKS:
+            return f"thread limit: it has more than {MAX_TASKS} threads"
         return ""
 
     def _count(self, inode: int, num_bytes: int) -> None:
@@ -142,17 +144,14 @@ class DiskWatch:
                     if is_folder and DOTS.match(memory, name):
                         continue
                     self._count(inode, blocks * BLOCK)
-                    if is_folder:
-                        self._count_folder(_open_folder(fd, address + name, mode), depth + 1)
+                    if not is_folder:
+                        continue
+                    if depth == MAX_DEPTH:
+                        raise Excess(f"it has more than {MAX_DEPTH} folders in each other")
+                    if (below := _open_folder(fd, address + name, mode)) >= 0:
+                        self._count_below(below, depth + 1)
         finally:
             os.close(fd)
-
-    def _count_folder(self, fd: int, depth: int) -> None:
-        """Count what is below a folder, if it could be opened. Raises Excess."""
-        if depth > MAX_DEPTH:
-            raise Excess(f"it has more than {MAX_DEPTH} folders in each other")
-        if fd >= 0:
-            self._count_below(fd, depth)
 
     def _open(self, pids: list[int]) -> list[tuple[int, int]]:
         found = []

@@ -107,9 +107,11 @@ def test_depth_is_limited_so_that_counting_is_quick(watch, tmp_path, monkeypatch
         os.close(folder)
         folder = below
     os.close(folder)
+    descriptors = len(os.listdir("/proc/self/fd"))
     started = time.monotonic()
     assert watch.excess([]) == "disk limit: it has more than 128 folders in each other"
     assert time.monotonic() - started < 2
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     subprocess.run(["rm", "-rf", tmp_path / ("d" * 200)], check=True)
 
 
@@ -139,7 +141,7 @@ def test_folder_that_becomes_a_link_leads_nowhere(watch, tmp_path, monkeypatch):
 
 def test_threads_are_limited(watch):
     stop = threading.Event()
-    threads = [threading.Thread(target=stop.wait) for _ in range(disk.MAX_THREADS)]
+    threads = [threading.Thread(target=stop.wait) for _ in range(disk.MAX_TASKS)]
     for thread in threads:
         thread.start()
     try:
