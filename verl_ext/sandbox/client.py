@@ -24,7 +24,7 @@ from verl_ext.sandbox.result import RunResult
 # In the header `Server` of our server's answers: only our server can do what goes beyond SandboxFusion's contract.
 SERVER_NAME = "verl-retool-sandbox"
 # Time beyond queueing and running before an attempt counts as lost. It exceeds the server's own grace
-# (pool.ANSWER_GRACE_S), so that it is the server that reports a lost program.
+# (pool.WORKER_GRACE_S), so that it is the server that reports a lost program.
 ANSWER_GRACE_S = 8.0
 MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0

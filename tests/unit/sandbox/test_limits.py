@@ -191,7 +191,7 @@ def test_files_are_there_for_the_program_and_can_be_fetched(server):
 
 
 def test_file_that_is_asked_for_many_times_is_fetched_once(narrow):
-    answer = narrow.run("open('a', 'w').write('a')", fetch_files=["a"] * 300)
+    answer = narrow.run("open('a', 'w').write('a')", fetch_files=["a"] * 200)
     assert (answer["files"], answer["message"]) == ({"a": "YQ=="}, "")
     assert narrow.run("print(1)")["status"] == "Success"  # by the same worker
 

@@ -18,6 +18,8 @@ from verl_ext.sandbox.client import SERVER_NAME
 from verl_ext.sandbox.server.body import Bodies, HeldBytesError
 from verl_ext.sandbox.server.clients import Client, without_quotations
 from verl_ext.sandbox.server.connection import ZygoteEndedError
+from verl_ext.sandbox.server.disk import MAX_DEPTH
+from verl_ext.sandbox.server.folders import SCRIPT, STDIN
 from verl_ext.sandbox.server.large import in_turn
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, SandboxError, wrong_with_control
@@ -25,13 +27,10 @@ from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
 
 logger = logging.getLogger(__name__)
 
-PROGRAM_NAME = "main.py"  # folders.SCRIPT
-STDIN_NAME = ".stdin"  # program.read_call's
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
-# Files and folders that `files` makes; namespaces.HOME_INODES has room for as many more. Also names in `fetch_files`.
-MAX_INPUT_INODES = 2048
+MAX_INPUT_INODES = 2048  # files and folders that `files` makes; namespaces.HOME_INODES has room for as many more
+MAX_FETCHED = 200  # names in `fetch_files`: the worker has all the files open at once (worker.MAX_OPEN_FILES)
 MAX_ERRORS = 10  # reported for a request; it can have thousands
-MAX_DEPTH = 128  # names in a path: a program with deeper folders is killed where they are counted (disk.py)
 MAX_TIMEOUT_S = 86400.0
 # verl's call_sandbox_api gives up after compile_timeout + run_timeout + 10 s and retries only on 504, so a request may
 # wait compile_timeout (python compiles nothing) and half of the 10 s.
@@ -86,7 +85,7 @@ def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | N
     folders: set[str] = set()
     for path in named:
         first, _, _ = path.partition("/")
-        if first in (PROGRAM_NAME, STDIN_NAME):
+        if first in (SCRIPT, STDIN):
             raise ValueError(f"{first!r} is the sandbox's own: choose another name than {path!r}")
         folder = path.rpartition("/")[0]
         while folder and folder not in folders:
@@ -102,7 +101,7 @@ def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | N
 
 def _not_too_many(files: Any) -> Any:
     """Refuse too many files before any of them is looked at."""
-    if isinstance(files, dict | list) and len(files) > MAX_INPUT_INODES:
+    if isinstance(files, dict) and len(files) > MAX_INPUT_INODES:
         raise ValueError(f"expected at most {MAX_INPUT_INODES} files, got {len(files)}")
     return files
 
@@ -142,7 +141,7 @@ class RunCodeRequest(BaseModel):
     memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
     files: Files = {}  # path: base64; null: no file
-    fetch_files: Annotated[list[Path], FailFast(), BeforeValidator(_not_too_many)] = []
+    fetch_files: Annotated[list[Path], FailFast(), Field(max_length=MAX_FETCHED)] = []
     queue_timeout: Timeout | None = None  # s; default compile_timeout + 5
     session_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     echo_last_expression: bool = False  # print what a last bare expression gives, as a Python prompt does

@@ -10,6 +10,7 @@ from .wire import NAME, address_of
 
 SCRIPT = "main.py"  # the submitted program; relative, so that tracebacks do not vary with the folder
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+STDIN = ".stdin"  # the program's standard input, for a moment
 MAX_FETCH_BYTES = 64 << 20  # all of `fetch_files` together
 # Why a file was left out, unless the kernel's own message says it.
 LEFT_OUT = {

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-LARGE_BYTES = 1 << 21  # smaller work is done at once: it takes at most some 20 ms
+LARGE_BYTES = 1 << 21  # smaller work is done at once, because it stops the event loop only for a moment
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="large")
 _rests_until = 0.0
@@ -17,9 +17,8 @@ _rests_until = 0.0
 async def in_turn(size: int, function: Callable[..., Result], *args: Any) -> Result:
     """Call a function at once for up to LARGE_BYTES, and otherwise in a thread, one call after the other.
 
-    A step such as `json.loads` holds the interpreter's lock for as long as it takes, at most some tenths of a second
-    for the largest body. So the thread rests after each call for as long as the call took, which leaves the event loop
-    to other requests.
+    A step such as `json.loads` holds the interpreter's lock for as long as it takes. So the thread rests after each
+    call for as long as the call took, which leaves the event loop to other requests.
     """
     if size <= LARGE_BYTES:
         return function(*args)

@@ -33,14 +33,14 @@ from verl_ext.sandbox.server.connection import (
     with_blobs,
 )
 from verl_ext.sandbox.server.orphans import kill_below, kill_orphans
+from verl_ext.sandbox.server.wire import STALL_S
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
-STALL_S = 1.0  # like worker.STALL_S
-ANSWER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
+WORKER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
 CONTROL = {"code": CONTROL_PROGRAM, "stdin": None, "run_timeout": 5.0, "memory_limit_MB": -1, "files": {}}
 CONTROL |= {"fetch_files": [], "echo_last_expression": False}
 CONTROL_S = 1.5  # for the control program that runs after a program was lost
@@ -244,7 +244,7 @@ class Pool:
         the time limit, while a control program runs well, the program counts as stopped at that limit.
         """
         try:
-            header, blobs = await within(request["run_timeout"] + ANSWER_GRACE_S, worker.call(request))
+            header, blobs = await within(request["run_timeout"] + WORKER_GRACE_S, worker.call(request))
         except (OSError, EOFError) as exc:  # TimeoutError is an OSError
             removal = self._discard(worker)
             if isinstance(exc, TimeoutError):  # the disk may be hanging: the removal is not awaited

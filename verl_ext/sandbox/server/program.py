@@ -39,7 +39,7 @@ def become_program(worker: Any, request: Any, stdout: int, stderr: int, control:
     code = 1
     try:
         try:
-            call = enter(worker, request, stdout, stderr, bounded=control is None)
+            call = enter(worker, request, stdout, stderr)
         except BaseException as exc:
             os.write(worker.setup_w, f"{type(exc).__name__}: {exc}".encode())
             os._exit(code)
@@ -106,8 +106,8 @@ class Runner:
         return 0
 
 
-def enter(worker: Any, request: Any, stdout: int, stderr: int, bounded: bool) -> dict[str, Any]:
-    """Set up the program's session, folder, files, streams and, if `bounded`, CPU limit; return the call to run."""
+def enter(worker: Any, request: Any, stdout: int, stderr: int) -> dict[str, Any]:
+    """Set up the program's session, folder, files, streams and CPU limit; return the call to run."""
     os.setsid()
     worker.layers.become_user()
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -115,7 +115,7 @@ def enter(worker: Any, request: Any, stdout: int, stderr: int, bounded: bool) ->
     call = read_call(request.body, worker.folder, SCRIPT)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    if bounded:  # only the wall clock bounds each call of a session, which is stopped in between
+    if not request.session:  # only the wall clock bounds each call of a session, which is stopped in between
         cpu_s = cpu_limit_s(request.run_timeout)
         limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
     _signal.signal(SIGINT, _signal.default_int_handler)
@@ -139,7 +139,7 @@ def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
             folders.write_file(path, content)
     folders.write_file(f"{folder}/{script}", call["source"])
     if call["stdin"]:
-        stdin = folders.open_unlinked(os.path.join(folder, ".stdin"), call["stdin"].encode("utf-8", "surrogatepass"))
+        stdin = folders.open_unlinked(f"{folder}/{folders.STDIN}", call["stdin"].encode("utf-8", "surrogatepass"))
     else:  # opened anew: an open one is the same for all programs, with its offset and flags
         stdin = os.open(os.devnull, os.O_RDONLY)
     os.dup2(stdin, 0)

@@ -28,7 +28,8 @@ class Sessions:
     """The sessions of a pool; each has its own worker, and takes one of the pool's slots while a call runs.
 
     Args:
-        max_sessions: at once; each may use as much memory as its first call's limit.
+        max_sessions: at once. A session's process may have the address space that its first call's limit allows; its
+            memory during a later call is also checked against that call's limit.
         idle_s: a session that gets no call for this long is ended.
     """
 

@@ -24,14 +24,14 @@ from collections.abc import Iterable
 from typing import Any
 
 LENGTH = struct.Struct("<I")
-REQUEST = struct.Struct(
-    "<QdqI?"
-)  # bytes for the program, run_timeout (s), memory_limit_MB (0: none), files to fetch, session
+# bytes for the program, run_timeout (s), memory_limit_MB (0: none), files to fetch, session
+REQUEST = struct.Struct("<QdqI?")
 NAME = struct.Struct("<H")
 # timed out, return_code, execution_time (s), bytes of stdout kept and written, the same of stderr, alive, spent
 RESULT = struct.Struct("<?id4Q??")
 FETCHED = struct.Struct("<q")  # bytes of the file, or -errno: why it was left out
 FOR_PROGRAM = ("code", "stdin", "files", "echo_last_expression")  # the keys of a request
+STALL_S = 1.0  # a process that wakes later than this was stopped itself, for example with its container
 SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW  # a session's program may still empty it
 
 

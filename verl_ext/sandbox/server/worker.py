@@ -41,12 +41,11 @@ from .isolation import limit
 from .memory import memory_excess
 from .processes import Program, kill_all
 from .program import CHUNK, TOKEN_BYTES, become_program, cpu_limit_s, make_main_module
-from .wire import FETCHED, LENGTH, REQUEST, RESULT, unshared
+from .wire import FETCHED, LENGTH, REQUEST, RESULT, STALL_S, unshared
 
 MAX_OPEN_FILES = 256
 MEMORY_CHECK_S = 0.05  # minimum between two counts of memory; one takes 0.5 ms
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is checked, and the CPU time that it may have used
-STALL_S = 1.0  # a process that wakes later than this was stopped itself, for example with its container
 DRAIN_READS = 256  # of a pipe with as many buffers as a pipe may have, each a packet
 SCRATCH_BYTES = 8192  # for a file's name, and for what precedes and follows it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

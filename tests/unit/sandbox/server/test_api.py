@@ -79,13 +79,13 @@ def test_null_makes_no_file_but_is_checked(server):
     refused(server, files={"a": None, "a/b": ""})
 
 
-def test_many_files_are_made_and_more_than_are_open_at_once_are_left_out_of_the_fetched(server):
-    paths = [f"f{i}" for i in range(400)]
-    answer = server.run("pass", files=dict.fromkeys(paths, "YQ=="), fetch_files=paths)
-    assert answer["status"] == "Success"
-    assert 100 < len(answer["files"]) < 400
-    assert "was not fetched" in answer["message"]
-    assert server.run("print(1)")["status"] == "Success"
+@pytest.mark.parametrize("session_id", [None, "fetches"])
+def test_as_many_files_as_may_be_named_are_fetched(server, session_id):
+    paths = [f"f{i}" for i in range(200)]
+    answer = server.run("pass", files=dict.fromkeys(paths, "YQ=="), fetch_files=paths, session_id=session_id)
+    assert (list(answer["files"]), answer["message"]) == (paths, "")
+    server.request("/v1/sessions/fetches", method="DELETE")
+    assert "at most 200 items" in refused(server, fetch_files=[*paths, "one more"])
 
 
 # --- /v1/ping

@@ -24,7 +24,7 @@ SLEEP = "import time; print('begun', flush=True); time.sleep(30)"
 
 @pytest.fixture
 async def pool(monkeypatch) -> AsyncIterator[Pool]:
-    monkeypatch.setattr(pool_module, "ANSWER_GRACE_S", 0.5)
+    monkeypatch.setattr(pool_module, "WORKER_GRACE_S", 0.5)
     monkeypatch.setattr(pool_module, "CONTROL_S", 5)  # on a busy machine
     pool = Pool(workers=2, max_output_bytes=1 << 20, preload=())
     await stdout(pool, "pass")  # its worker is idle

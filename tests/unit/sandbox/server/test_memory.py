@@ -1,7 +1,6 @@
 """Memory that RLIMIT_AS does not bound, and that a worker counts; what is denied is in ../test_uncounted_memory.py."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,12 +21,13 @@ def running(code: str) -> Iterator[list[int]]:
     """Yield the processes of a program that prints "ready" once it holds the memory to count."""
     command = [sys.executable, "-S", "-c", code + "\nprint('ready', flush=True)\ntime.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
         tree = psutil.Process(process.pid)
-        pids = [process.pid, *(child.pid for child in tree.children())]
-        yield pids
-        for pid in reversed(pids):
-            os.kill(pid, signal.SIGKILL)
+        try:
+            process.stdout.readline()
+            yield [process.pid, *(child.pid for child in tree.children())]
+        finally:
+            for each in (*tree.children(), process):
+                each.kill()
 
 
 def exceed(pids: list[int], limit: int, *, several: bool) -> bool:

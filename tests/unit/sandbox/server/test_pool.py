@@ -55,7 +55,7 @@ async def assert_sandbox_error(call: Awaitable[dict], match: str, within_s: floa
 
 
 async def test_worker_that_hangs_is_replaced(pool, monkeypatch):
-    monkeypatch.setattr(pool_module, "ANSWER_GRACE_S", 0.3)
+    monkeypatch.setattr(pool_module, "WORKER_GRACE_S", 0.3)
     assert await stdout(pool, "print(1)") == "1\n"
     os.kill(pool._idle[0].pid, signal.SIGSTOP)
     await assert_sandbox_error(pool.execute(request("print(1)", run_timeout=0.2)), "did not answer", within_s=3)
