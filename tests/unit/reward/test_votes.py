@@ -16,7 +16,9 @@ from verl_ext.reward.votes import vote
         (r"\{(0.5,1),(2,3)\}", r"\{(2,3),(\frac12,1)\}"),
         (r"\{(\{0.5,2\},1)\}", r"\{(\{2,\frac12\},1)\}"),
         ("x = 3", "x=3"),
-        (r"\text{yes}", "yes"),
+        (r"\text{yes}", "yes", r"\text{Yes}", "Yes", r"\textbf{YES}"),
+        ("No solution", r"\text{no solution}", r"\text{No Solution}."),
+        (r"\text{(C) Increasing}", "C", "(C)", r"\textbf{(C) Increasing}", "(C) Increasing", r"\text{C}"),
         ("12 cm", r"12\text{ cm}"),
         (r"\begin{pmatrix}1\\0.5\end{pmatrix}", r"\begin{pmatrix} 1 \\ \frac{1}{2} \end{pmatrix}"),
     ],
@@ -35,6 +37,10 @@ def test_equal_answers_vote_together(same):
         ("9^{9^9}", "9^{9^8}"),
         ("1/0", "2/0"),
         ("", "0"),
+        ("ABC", "abc", "Mgh", "mgh"),  # products, sides, angles
+        ("yes", "no", r"\text{Yes and no}"),
+        ("(A) Increasing", "(B) Increasing", "Increasing", "increasing (A)"),
+        ("A", "(A) B", "(a) sin x", "A. Smith", "A or B"),
     ],
 )
 def test_other_answers_vote_apart(others):
