@@ -13,7 +13,7 @@ from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths import symbolic
 from verl_ext.reward.maths.choices import read_choice
-from verl_ext.reward.maths.extraction import extract_answer
+from verl_ext.reward.maths.extraction import PLACEHOLDER, extract_answer
 from verl_ext.reward.maths.labels import split_label
 from verl_ext.reward.maths.normalisation import BASES, normalise
 from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity
@@ -87,7 +87,7 @@ def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: 
     if not ground_truth.strip():
         raise ValueError("The ground truth is empty: expected an answer to compare with. Check the data row.")
     pred = extract_answer(response_text, unfinished_thinking=unfinished_thinking)
-    if pred is None or not pred.strip():
+    if pred is None or PLACEHOLDER.fullmatch(pred.replace("?", "")) and pred.strip() != ground_truth.strip():
         return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
     pred = pred.strip()
     comparison = compare(pred, ground_truth.strip())
@@ -205,7 +205,8 @@ def _nouns_of(gold: str) -> set[str]:
 def _compare_notations(pred: str, gold: str) -> Comparison | None:
     """Compare numbers in another base (204_5), clock times and ratios (7:32) by the same digits in the same places.
 
-    The ratio 3:2 may be written as 3/2, and 3/2 as 3:2; other rules compare two fractions.
+    The ratio 3:2 may be written as 3/2, and 3/2 as 3:2, but 9:30, which may be a time, not as 9/30. Other rules compare
+    two fractions.
     """
     for read in (_read_based, _read_clock):
         one, other = read(pred), read(gold)
@@ -235,7 +236,8 @@ def _read_clock(text: str) -> tuple[list[str], str] | None:
     first, *others = re.findall(r"\d+", match[1])
     half = (match[2] or "").replace(".", "").lower()
     hour = int(first) % 12 + 12 * (half == "pm") if half else int(first)
-    return [str(hour), *others], ""
+    is_time = half or int(first) < 24 and all(len(digits) == 2 and digits < "60" for digits in others)
+    return [str(hour), *others], "time" if is_time else ""
 
 
 def _read_ratio(text: str) -> tuple[list[str], str] | None:

@@ -34,7 +34,7 @@ _POWER = re.compile(r"\s*\^\s*(?:\d+|\{\s*-?\d+\s*\})")
 _JOINT = re.compile(rf"{_LAYOUT}(?:[,;]{_LAYOUT}(?:{_AND})?|{_AND}){_LABEL}")
 MAX_JOINT_CHARS = 40
 # A box that shows how to answer and holds no answer: empty, dots, a blank or words that stand for an answer.
-_PLACEHOLDER = re.compile(
+PLACEHOLDER = re.compile(
     r"(?:\s|[{}$.…_~·□-]|\\[,;:! _]|\\(?:q?quad|[cl]?dots[bcimo]?|square|Box|blank|phantom|cdot|underline)(?![a-z])"
     r"|\\hspace\{[^{}]*\}|\\(?:text|math)(?:bf|it|rm|tt)?(?![a-z]))*+"
     r"(?:[\[<(]?(?:your |the |my |final |numerical |correct )*(?:answer|result|value|solution|expression)s?"
@@ -128,7 +128,7 @@ def _last_box(text: str) -> str | None:
                 boxes.append((start, token.end(), text[content_start : token.start()]))
     if not boxes:
         return None
-    while len(boxes) > 1 and _PLACEHOLDER.fullmatch(boxes[-1][2]):  # I used \boxed{} as asked
+    while len(boxes) > 1 and PLACEHOLDER.fullmatch(boxes[-1][2]):  # I used \boxed{} as asked
         boxes.pop()
     start, end, content = boxes[-1]
     minus, power = _MINUS.search(text, max(0, start - 8), start), _POWER.match(text, end)

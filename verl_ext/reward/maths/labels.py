@@ -82,7 +82,7 @@ def split_label(text: str, *, trusted: bool = False) -> tuple[str, str]:
     if common := _common_label(text, trusted):
         return common
     label, *values = split_top_level(text, "=")
-    if len(values) == 1 and is_label(values[0]) and not re.search("[a-zA-Z=]", label):
+    if len(values) == 1 and is_label(values[0], label) and not re.search("[a-zA-Z=]", label):
         label, values = values[0], [label]
     if not values:
         label, *values = split_top_level(text, r"\in ")
@@ -127,9 +127,12 @@ def is_label(text: str, value: str = "") -> bool:
     text = _FONT_BRACES.sub(r"\1", text.replace(DEGREES_AS_RADIANS, "")).strip()
     if len(text) > MAX_CHARS or not text:
         return False
-    if text[0] == "(" and text[-1] == ")":  # (x,y)
-        names = split_top_level(text[1:-1])
-        return len(names) > 1 and all(_NAMES.fullmatch(name) for name in names) or is_label(unwrap_group(text[1:-1]))
+    in_brackets = text[0] == "(" and text[-1] == ")"
+    names = split_top_level(text[1:-1] if in_brackets else text)
+    if len(names) > 1 and all(_NAMES.fullmatch(name) for name in names):  # of as many values: x,y=6 is none for 6
+        return bool(re.search(r",|\\(?:begin|mathbb)", value))
+    if in_brackets:
+        return is_label(unwrap_group(text[1:-1]))
     if _NAMES.fullmatch(text) or _OF_ANGLE.fullmatch(text) or _DERIVATIVE.fullmatch(text) or _LIMIT.fullmatch(text):
         return True
     if _SUM.fullmatch(text):
@@ -139,8 +142,6 @@ def is_label(text: str, value: str = "") -> bool:
         name, inside = (call["name"] or "f").strip(), call["inside"] or ""
         letters = re.fullmatch(r"\s*[a-zA-Z]\s*", inside) and inside.strip() != name
         return name not in _NOT_CALLED or bool(letters) and name.isalpha()
-    if "," in text and all(_NAMES.fullmatch(name) for name in split_top_level(text)):
-        return True
     if (operator := _OPERATOR.fullmatch(text)) and not re.fullmatch(r"\s*\(?\s*[xyzn]\s*\)?\s*", operator["of"]):
         return True
     if re.search("[A-Z]{2}", text) and _SEGMENTS.fullmatch(text):

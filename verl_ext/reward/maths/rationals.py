@@ -53,7 +53,7 @@ class Quantity:
         """Return whether the numbers are equal; a unit or % on only one side is ignored: 28% is both 28 and 0.28."""
         if not same_unit(self.unit, other.unit):
             return False
-        if self.value == other.value:
+        if self.value == other.value:  # golds leave the sign out if the problem asks for a percentage: 6% and 6
             return True
         return self.percent != other.percent and self._fraction_of_one() == other._fraction_of_one()
 
