@@ -295,5 +295,5 @@ def test_a_half_written_checkpoint_is_refused_by_path(small: Path, tmp_path: Pat
     run = Run("sft", tmp_path / "sft", small)
     process = run.start("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{broken}'")
     assert process.wait(120) != 0
-    assert f"trainer.resume_from_path={broken} is not a whole checkpoint: it has no checkpoint.json" in run.tail()
+    assert f"trainer.resume_from_path={broken} is not a complete checkpoint: it has no checkpoint.json" in run.tail()
     assert not list(run.out.glob("metrics*.jsonl")), "it trained"

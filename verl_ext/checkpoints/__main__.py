@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m verl_ext.checkpoints", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run, or the quickstart's folder")
-    parser.add_argument("--accept", type=int, metavar="STEP", help="vouch that this step is complete as it is now")
+    parser.add_argument("--accept", type=int, metavar="STEP", help="declare that this step is complete as it is")
     args = parser.parse_args(argv)
     folders = runs_of(args.folder)
     try:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for step in steps(folder):
                 size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
                 seen = problem(path_of(folder, step))
-                print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
+                print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'complete' if seen is None else f'incomplete: {seen}'}")
             resume_point(folder, print)
     except NotWhole as error:
         raise SystemExit(str(error)) from None

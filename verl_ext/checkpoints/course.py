@@ -16,7 +16,7 @@ logger.setLevel(logging.INFO)
 
 FILE = "course.json"
 _ANEW = (
-    "To train with other ones, merge the checkpoint (python -m verl.model_merger) and start a run from the merged "
+    "To train with other values, merge the checkpoint (python -m verl.model_merger) and start a run from the merged "
     "model in another trainer.default_local_dir."
 )
 
@@ -68,8 +68,8 @@ def require_same_rows(checkpoint: Path, now: Course) -> None:
     saved = saved_course(checkpoint)
     if saved is None:
         logger.warning(
-            "Resume: %s has no %s, as an older release saved it. With another data.train_batch_size or other rows than "
-            "its run had, rows would be left out or trained twice.",
+            "Resume: %s has no %s because an older release saved it. If data.train_batch_size or the rows differ from "
+            "those of its run, rows are left out or trained twice.",
             *(checkpoint, FILE),
         )
         return
@@ -83,8 +83,8 @@ def require_same_rows(checkpoint: Path, now: Course) -> None:
         if None not in (before, after) and before != after:
             raise ValueError(
                 f"{checkpoint}: {words.format(before)}; in this run, {words.format(after)}. The step of the checkpoint "
-                "would be another place in the data, so that rows would be left out or trained twice. Resume with the "
-                f"batch size, the files and the limits of lengths that the checkpoint's run had. {_ANEW}"
+                "would mean another place in the data, so rows would be left out or trained twice. Resume with the "
+                f"batch size, files and length limits of the checkpoint's run. {_ANEW}"
             )
 
 
@@ -94,8 +94,8 @@ def has_other_rows(checkpoint: Path, now: Course) -> bool:
     is_other = saved is not None and saved.rows != now.rows
     if is_other:
         logger.warning(
-            "Resume: the training data had %s rows when %s was saved and have %s now, so that the place in them is "
-            "lost: they start at the first batch of an epoch, and problems of this epoch may come again.",
+            "Resume: the training data had %s rows when %s was saved and has %s now, so its place in them is lost. "
+            "Training starts at the first batch of an epoch, and problems of this epoch may come again.",
             *(saved.rows, checkpoint, now.rows),
         )
     return is_other
@@ -113,14 +113,14 @@ def warn_of_another_rate(checkpoint: Path, step: int, now: Course) -> None:
     schedules = {saved.lr_scheduler_type, now.lr_scheduler_type}
     totals = saved.total_training_steps, now.total_training_steps
     if len(schedules) > 1 or (schedules != {"constant"} and totals[0] != totals[1] and None not in totals):
-        finished = " It had reached its end, and rises again." if step >= (totals[0] or step + 1) else ""
+        finished = " It had reached its end and rises again." if step >= (totals[0] or step + 1) else ""
         logger.warning(
-            "Resume: the schedule of the learning rate was %s over %s steps and is %s over %s steps, so that the rate "
-            "jumps at its step %d.%s Set optim.lr_scheduler_type and the number of steps back to keep the course. %s",
+            "Resume: the learning-rate schedule was %s over %s steps and is now %s over %s steps, so the rate jumps at "
+            "its step %d.%s To keep the old schedule, set optim.lr_scheduler_type and the number of steps back. %s",
             *(saved.lr_scheduler_type, totals[0], now.lr_scheduler_type, totals[1], step, finished, _ANEW),
         )
     if saved.lr != now.lr and None not in (saved.lr, now.lr):
         logger.warning(
-            "Resume: optim.lr=%s has no effect: an optimizer that is resumed keeps its own, %s. %s",
+            "Resume: optim.lr=%s has no effect, because a resumed optimizer keeps its own, %s. %s",
             *(now.lr, saved.lr, _ANEW),
         )

@@ -90,28 +90,28 @@ def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
             if problems[step] is None:
                 chosen = step
                 break
-    broken = [f"{places[step]} is not whole: {problems[step]}." for step in sorted(places) if problems[step]]
+    broken = [f"{places[step]} is not complete: {problems[step]}." for step in sorted(places) if problems[step]]
     for line in broken:
-        say(f"Resume: {line} It is left alone.")
+        say(f"Resume: {line} It stays as it is.")
     if chosen in copies:
-        say(f"Resume: {places[chosen]} is whole; a kill came before it was in its place, where it is put now.")
+        say(f"Resume: {places[chosen]} is complete. A kill came before it was moved into place; it is moved now.")
     elif (folder / SAVING).exists():
         say(f"Resume: {folder / SAVING} holds what a run was saving when it was killed. It is not used.")
     if chosen is None:
-        broken += [f"{path} is not whole: {problem(path)}." for path in _vouched(folder)]
+        broken += [f"{path} is not complete: {problem(path)}." for path in _vouched(folder)]
         if broken:
             raise NotWhole(
-                f"{' '.join(broken)} A run that starts over would write beside and over that. Move it away; or, if you "
-                f"know that a step is complete: python -m verl_ext.checkpoints {folder} --accept STEP"
+                f"{' '.join(broken)} A run that starts over would overwrite it. Move it away, or if you know that a "
+                f"step is complete, accept it: python -m verl_ext.checkpoints {folder} --accept STEP"
             )
         say(f"Resume: no checkpoint in {folder}; training starts from scratch.")
         return None
     newest = max(step for step in places if problems[step] is None)
     if chosen != tracked:
-        named = "names no step" if tracked is None else f"names step {tracked}, which is not there or not whole"
-        say(f"Resume: {folder / TRACKER} {named}; {chosen} is the newest whole step.")
+        named = "names no step" if tracked is None else f"names step {tracked}, which is missing or not complete"
+        say(f"Resume: {folder / TRACKER} {named}; {chosen} is the newest complete step.")
     elif chosen < newest:
-        say(f"Resume: {folder / TRACKER} names step {chosen}, not the newest ({newest}), and is followed.")
+        say(f"Resume: {folder / TRACKER} names step {chosen}, which takes precedence over the newest ({newest}).")
     say(f"Resume: from {places[chosen]}, step {chosen}.")
     return places[chosen]
 
@@ -132,9 +132,9 @@ def require_whole(path: str | os.PathLike | None) -> Path:
     if seen := problem(checkpoint):
         others = [str(path_of(checkpoint.parent, step)) for step in whole_steps(checkpoint.parent)]
         raise NotWhole(
-            f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {seen}. Whole ones there: "
-            f"{', '.join(others) or 'none'}. resume_mode=auto picks one; if you know that this one is complete: "
-            f"python -m verl_ext.checkpoints {checkpoint.parent} --accept {step_of(path)}"
+            f"trainer.resume_from_path={checkpoint} is not a complete checkpoint: {seen}. Complete ones there: "
+            f"{', '.join(others) or 'none'}. resume_mode=auto picks one. If you know that this one is complete, accept "
+            f"it: python -m verl_ext.checkpoints {checkpoint.parent} --accept {step_of(path)}"
         )
     return checkpoint
 
@@ -168,7 +168,7 @@ def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
     step, tracked = step_of(chosen), tracked_step(folder)
     if tracked is not None and step < tracked and chosen.resolve().parent == folder.resolve():
         durable.write_text(folder / TRACKER, str(step))
-        say(f"Resume: {folder / TRACKER} named step {tracked}, and names step {step} from now on.")
+        say(f"Resume: {folder / TRACKER} named step {tracked} and is set back to step {step}.")
 
 
 # Saving --------------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _delete(path: Path) -> None:
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         if aside.exists():
-            logger.warning("%s could not be deleted (%s); what is left of it is %s.", path, error, aside)
+            logger.warning("%s could not be deleted (%s). Its remains are in %s.", path, error, aside)
 
 
 def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
@@ -237,7 +237,7 @@ def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
 def restore(folder: Path, wanted: int | None = None, say: Say = logger.info) -> None:
     """Put what is `recoverable` in its place, before a run resumes or saves."""
     for copy in recoverable(folder, wanted).values():
-        say(f"{copy} is whole; a kill came before it was in its place, where it is put now.")
+        say(f"{copy} is complete. A kill came before it was moved into place; it is moved now.")
         _put_in_place(copy, folder, aside="broken")
 
 
@@ -308,8 +308,8 @@ class Rolling:
         settings = retool.get("checkpoints") or {}
         if set_keys := [key for key in VERL_KEYS if trainer.get(key)]:
             raise ValueError(
-                f"trainer.{set_keys[0]}={trainer[set_keys[0]]}: verl 0.9.1 forgets what it has kept at a resume, and "
-                "verl_ext rolls checkpoints instead. Set it to null, and retool.checkpoints.keep_last to the number."
+                f"trainer.{set_keys[0]}={trainer[set_keys[0]]}: verl 0.9.1 forgets at a resume which checkpoints it "
+                "kept, so verl_ext deletes old ones. Set it to null and retool.checkpoints.keep_last to the number."
             )
         check(settings, CheckpointSettings, "retool.checkpoints")
         rolling = cls(Path(trainer["default_local_dir"]), **settings)
@@ -329,8 +329,8 @@ class Rolling:
             return
         if any(every <= 0 or save_freq % every for every in intervals):
             logger.warning(
-                "retool.checkpoints.best_metric=%s: only a step with a whole validation can be the best, but "
-                "trainer.save_freq=%s is no multiple of %s=%s.",
+                "retool.checkpoints.best_metric=%s: only a step with a full validation can be the best, but "
+                "trainer.save_freq=%s is not a multiple of %s=%s.",
                 *(self.best_metric, save_freq, key, ", ".join(map(str, intervals))),
             )
 
@@ -344,11 +344,11 @@ class Rolling:
             values = {int(step): float(value) for step, value in there["values"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} cannot be read ({error!r}); expected the steps' values of {self.best_metric}, without which "
-                "the best checkpoint is not known. Restore it, or delete it: then a later validation decides."
+                f"{path} cannot be read ({error!r}). Expected the steps' values of {self.best_metric}, without which "
+                "the best checkpoint is unknown. Restore it, or delete it to let a later validation decide."
             ) from error
         if about != (self.best_metric, self.best_mode):
-            logger.warning("%s is about %s, not %s, and starts anew.", path, about[0], self.best_metric)
+            logger.warning("%s has values of %s, not of %s; they are ignored.", path, about[0], self.best_metric)
             return
         self.values = values
 
@@ -370,7 +370,7 @@ class Rolling:
             return
         value = statistics.fmean(found)
         if not math.isfinite(value):
-            logger.warning("Step %s has %s = %s and cannot be the best.", step, self.best_metric, value)
+            logger.warning("Step %s cannot be the best because it has %s = %s.", step, self.best_metric, value)
             return
         self.values[step] = value
         self.recorded.add(step)

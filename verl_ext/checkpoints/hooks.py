@@ -40,7 +40,7 @@ def install(verl: ModuleType) -> None:
 
 def _publish(folder: Path, step: int) -> Path:
     checkpoint = checkpoints.publish(folder, step)
-    logger.info("Checkpoint of step %s is whole: %s", step, checkpoint)
+    logger.info("Checkpoint of step %s is complete: %s", step, checkpoint)
     if _rolling is not None:
         _rolling.after_save(step)
     return checkpoint
@@ -149,7 +149,7 @@ def _guard_sft(module: ModuleType) -> None:
         step = load(self)
         if self.mode == module.OrchestrationMode.SPMD and is_complete(self, step):
             if self.rank == 0:
-                logger.info("Resume: the run is complete, step %s is its last; there is nothing to train.", step)
+                logger.info("Resume: the run is complete. Step %s is its last one, so there is nothing to train.", step)
             module.torch.distributed.destroy_process_group()
             raise SystemExit(0)
         return step
@@ -182,8 +182,8 @@ def _guard_rl(module: ModuleType) -> None:
     def _save_checkpoint(self: Any) -> None:
         if self.config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             raise ValueError(
-                "actor_rollout_ref.actor.checkpoint.async_save=true: verl then goes on before a checkpoint is written, "
-                "and nothing tells when it is whole. Set it to false."
+                "actor_rollout_ref.actor.checkpoint.async_save=true: verl would continue before a checkpoint is "
+                "written, and nothing would show when it is complete. Set it to false."
             )
         settings, callback, step = self.config.trainer, self.checkpoint_callback, self.global_steps
         folder = Path(settings.default_local_dir)

@@ -28,7 +28,7 @@ def fold(state: dict[str, torch.Tensor], scale: float) -> int:
     for layer in layers:
         name = f"{layer}.base_layer.weight"
         if name not in state:
-            raise ValueError(f"there is no {name} for its adapter. Merge a checkpoint that has all weights.")
+            raise ValueError(f"{name} is missing for its adapter. Merge a checkpoint that has all weights.")
         weight = state[name]
         state[name] = (weight.float() + scale * state[layer + B].float() @ state[layer + A].float()).to(weight.dtype)
     return len(layers)
@@ -49,10 +49,10 @@ def fold_when_merged(module: ModuleType) -> None:
             rank, alpha = told.get("r"), told.get("lora_alpha")
             if not rank or not alpha:
                 raise ValueError(
-                    f"{self.config.local_dir}/lora_train_meta.json says r={rank}, lora_alpha={alpha}: how much its "
-                    "adapters count is unknown. Write both numbers there, as the run's YAML has them."
+                    f"{self.config.local_dir}/lora_train_meta.json says r={rank}, lora_alpha={alpha}, so the scale "
+                    "of its adapters is unknown. Write both numbers there as in the run's YAML."
                 )
-            print(f"{fold(state_dict, alpha / rank)} adapters are in the merged weights")
+            print(f"{fold(state_dict, alpha / rank)} adapters were merged into the weights")
         if folder := save(self, state_dict):
             shutil.rmtree(folder)
 

@@ -45,7 +45,7 @@ def problem(
             block, blocks = int(listed["crc32"]["block"]), int(listed["crc32"]["blocks"])
             checksums = {name: listed["crc32"]["files"][name] for name in sizes}
     except FileNotFoundError:
-        return f"it has no {MANIFEST}, which is written when all the rest is there"
+        return f"it has no {MANIFEST}, which is written last"
     except (ValueError, KeyError, TypeError) as error:
         return f"its {MANIFEST} cannot be read ({error!r})"
     needed = [name for name in sizes if is_needed(name)]
@@ -77,8 +77,8 @@ def vouch(checkpoint: Path) -> None:
     """
     if missing := missing_shards(checkpoint):
         raise NotWhole(
-            f"{checkpoint} lacks {len(missing)} of its shards, first {missing[0]}. On several nodes, "
-            "trainer.default_local_dir must be a folder that all of them see."
+            f"{checkpoint} lacks {len(missing)} of its shards, the first of them {missing[0]}. On several nodes, "
+            "trainer.default_local_dir must be a folder that all nodes share."
         )
     durable.sync_tree(checkpoint)
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MANIFEST)
@@ -118,8 +118,8 @@ def require_ranks(checkpoint: Path, ranks: int) -> None:
     there = {int(match[2]) for path in checkpoint.glob("*.pt") if (match := SHARD.fullmatch(path.name))}
     if there - {ranks}:
         raise ValueError(
-            f"{checkpoint} was saved by {max(there)} ranks, but this run has {ranks}. Resume with as many GPUs, or "
-            "merge it (python -m verl.model_merger) and start a run from the merged model."
+            f"{checkpoint} was saved by {max(there)} ranks, but this run has {ranks}. Resume with the same number "
+            "of GPUs, or merge it (python -m verl.model_merger) and start a run from the merged model."
         )
 
 
@@ -129,8 +129,8 @@ def require_data_states(checkpoint: Path, ranks: int) -> None:
     if states != ranks:
         raise ValueError(
             f"{checkpoint} holds the data-loader states of {states} data-parallel ranks, but this run has {ranks}: "
-            "some traces would be trained twice, others not. Resume with as many GPUs and the same "
-            "engine.ulysses_sequence_parallel_size, or start anew from the merged model."
+            "some traces would be trained twice, others not at all. Resume with the same number of GPUs and the same "
+            "engine.ulysses_sequence_parallel_size, or start a new run from the merged model."
         )
 
 

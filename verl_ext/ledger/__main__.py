@@ -28,7 +28,7 @@ def main() -> None:
     except NoRun as error:
         sys.exit(str(error))
     except FileNotFoundError:
-        sys.exit(f"{folder} has no {FILE}: expected the folder of an RL run that has ended a step. SFT has none.")
+        sys.exit(f"{folder} has no {FILE}: expected the folder of an RL run that has finished a step. SFT has none.")
     except ValueError as error:
         sys.exit(str(error))
     print(tally.table())
@@ -36,7 +36,7 @@ def main() -> None:
     if servers:
         print(servers.line())
         faults += servers.faults(tally.retries)
-    print(*(faults or ["It sums: every prompt has one end or is open, none is lost or doubled."]), sep="\n")
+    print(*(faults or ["The books balance: every prompt has exactly one end or is still open."]), sep="\n")
     sys.exit(1 if faults else 0)
 
 

@@ -89,15 +89,15 @@ class Tally:
             for uids, what in (
                 (self.drawn_twice, "prompts were drawn twice under one name"),
                 (self.wrong_ends, "prompts ended twice, or ended and were never drawn"),
-                (self.lost, "prompts were open at a checkpoint and not in the queue of the run that resumed from it"),
+                (self.lost, "prompts were open at a checkpoint but not in the queue of the run that resumed from it"),
                 (self._unequal(), "prompts ended with more or fewer rollouts than were submitted"),
-                (self._untrue(), "prompts trained without a rollout, or a rollout did whose prompt did not"),
+                (self._untrue(), "prompts trained without a rollout, or did not train although a rollout did"),
             )
             if uids
         ]
         faults += [
-            f"There is no record of steps {first} to {last}: an older checkpoint was resumed, and then one of "
-            "the course that the run had left."
+            f"There is no record of steps {first} to {last}: the run resumed an older checkpoint, and then one that "
+            "it had left behind."
             for first, last in self.gaps
         ]
         if (expected := len(self.open | self.seen)) != self.in_queue:

@@ -58,7 +58,7 @@ class ServerTally:
         elif event == "start_failed":
             self.failed_starts += 1
         else:
-            raise ValueError(f"the event {event!r} is none of run, started, replaced, died, removed, start_failed")
+            raise ValueError(f"unknown event {event!r}; expected run, started, replaced, died, removed or start_failed")
 
     def faults(self, lost: Iterable[str] = ()) -> list[str]:
         """Return what does not sum, a sentence each.
@@ -73,13 +73,13 @@ class ServerTally:
         if self.doubled:
             faults.append(f"{len(self.doubled)} servers died, left or started twice: {', '.join(self.doubled[:3])}.")
         if self.unfounded:
-            faults.append(f"{len(self.unfounded)} servers replaced one where none had died: {self.unfounded[0]}.")
+            faults.append(f"{len(self.unfounded)} servers replaced one although none had died: {self.unfounded[0]}.")
         return faults
 
     def line(self) -> str:
         return (
             f"servers: {self.started} started, {self.died} died, {self.replaced} of these replaced, "
-            f"{self.removed} removed, {self.failed_starts} starts failed"
+            f"{self.removed} removed, {self.failed_starts} failed to start"
         )
 
 

@@ -8,7 +8,7 @@ from verl_ext.outcome import INFRASTRUCTURE_FAILURES, PromptEnd, RolloutEnd
 
 _NOT_JUDGED = (*INFRASTRUCTURE_FAILURES, RolloutEnd.RAISED)
 _WHY = {
-    PromptEnd.STALE: "useful, but written by weights that were too old when a batch had room",
+    PromptEnd.STALE: "useful, but its weights were too old by the time a batch had room",
     PromptEnd.SURPLUS: "useful, but the batch was full",
 }
 
@@ -23,7 +23,7 @@ def why(end: PromptEnd, rows: Sequence[Mapping[str, Any]], *, is_filler: bool = 
     text = _WHY.get(end)
     if end is PromptEnd.EQUAL:
         values = {row.get("acc") for row in rows if row["end_reason"] not in _NOT_JUDGED}
-        text = "all right" if values == {1.0} else "all wrong" if values == {0.0} else "of equal value to the filter"
+        text = "all right" if values == {1.0} else "all wrong" if values == {0.0} else "all equal to the filter"
     elif end is PromptEnd.FAILED:
         lost = Counter(row["end_reason"] for row in rows if row["end_reason"] in _NOT_JUDGED)
         causes = ", ".join(f"{number} {cause}" for cause, number in lost.most_common())

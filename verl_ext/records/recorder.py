@@ -75,7 +75,7 @@ def costs_nothing(what: str) -> Iterator[None]:
     except Exception as error:
         if (what, type(error)) not in _failed:
             _failed.add((what, type(error)))
-            logger.exception("A record could not be %s, by an error of verl_ext; the run goes on without it.", what)
+            logger.exception("A record could not be %s, due to a bug in verl_ext. The run continues without it.", what)
 
 
 def pack(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -121,8 +121,8 @@ class Recorder:
         with self._guard("restored"):
             if (removed := store.forget_after(self._run, step)) and step == 0:
                 logger.warning(
-                    "recorder: the run begins at step 0: %d files of an earlier start are removed from %s. To keep "
-                    "those, give a new run a folder of its own.",
+                    "recorder: the run begins at step 0, so %d files of an earlier start were removed from %s. To keep "
+                    "such files, give each new run a separate folder.",
                     *(removed, self._run / store.FOLDER),
                 )
         waiting, decided = (store.path_of(self._run, kind, step) for kind in ("waiting", "trajectories"))
@@ -175,8 +175,8 @@ class Recorder:
         elif step not in self._late:
             self._late.add(step)
             logger.warning(
-                "recorder: step %d was written before all was there that the loss had of its tokens: log_prob, ratio "
-                "and decision of the others are null.",
+                "recorder: step %d was written before the loss had reported all of its tokens. log_prob, ratio and "
+                "decision of the others are null.",
                 step,
             )
 
@@ -201,7 +201,7 @@ class Recorder:
             with self._guard("written"):
                 store.rewrite(path, lambda rows: [*rows, *self._rows(Fates(self._written, ends, {}))])
         if self.lost or self.unwritten:
-            logger.warning("recorder: %d groups were lost, %d files not written.", self.lost, self.unwritten)
+            logger.warning("recorder: %d groups were lost and %d files were not written.", self.lost, self.unwritten)
 
     # Writing -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Recorder:
             del self._ended[0]
             if missing:
                 self._missed |= missing
-                self._count_lost(len(missing), f"their rollouts had not come when step {fates.step} was written")
+                self._count_lost(len(missing), f"their rollouts had not arrived when step {fates.step} was written")
             self._write(fates)
 
     def _write(self, fates: Fates) -> None:
@@ -282,13 +282,13 @@ class Recorder:
             self._failing.add(done + kind)
             if not is_told:
                 logger.warning(
-                    "recorder: %s cannot be %s (%s); the run goes on, its records have gaps. Make room or make the "
-                    "folder writable: the next step is tried again. Further ones are counted, and told at the end.",
+                    "recorder: %s cannot be %s (%s). The run continues with gaps in its records. Free some disk space "
+                    "or make the folder writable; the next step tries again. Further failures are only counted.",
                     *(self._run / store.FOLDER, done, error),
                 )
         except Exception:
             self.unwritten += done == "written"
-            logger.exception("recorder: a record could not be %s, by an error of verl_ext; the run goes on.", done)
+            logger.exception("recorder: a record could not be %s, due to a bug in verl_ext. The run continues.", done)
 
     def _count_lost(self, number: int, reason: str) -> None:
         self.lost += number
@@ -325,7 +325,7 @@ def find() -> Any:
     try:
         return ray.get_actor(NAME)
     except ValueError as error:
-        logger.warning("retool.recorder.enable is true, but no recorder was found (%s): nothing is recorded.", error)
+        logger.warning("retool.recorder.enable is true, but no recorder was found (%s). Nothing is recorded.", error)
         return None
 
 
@@ -336,4 +336,4 @@ def close(actor: Any) -> None:
     try:
         ray.get(actor.close.remote(), timeout=60)
     except ray.exceptions.RayError as error:
-        logger.warning("recorder: rollouts of the last steps may be missing, as it could not be closed (%s).", error)
+        logger.warning("recorder: the last steps may lack rollouts because it could not be closed (%s).", error)

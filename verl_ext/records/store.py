@@ -61,12 +61,12 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Mappin
 def _check(path: Path, schema: pa.Schema) -> None:
     version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if version != VERSION:
-        raise parquet.Unreadable(f"{path} has records of version {version}, expected {VERSION}.")
+        raise parquet.Unreadable(f"{path} has records of version {version}; expected {VERSION}.")
     known = SCHEMAS.get(path.parent.name)  # None if the file was moved elsewhere
     types = {field.name: field.type for field in schema}
     if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:
         raise parquet.Unreadable(
-            f"{path} lacks columns of version {VERSION}, or has them with another type: {', '.join(lacks)}."
+            f"{path} lacks columns of version {VERSION}, or they have another type: {', '.join(lacks)}."
         )
 
 
@@ -147,7 +147,7 @@ def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The records of a run as JSON lines.")
+    parser = argparse.ArgumentParser(description="Print the records of a run as JSON lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of the quickstart")
     parser.add_argument("--kind", choices=SCHEMAS, default="trajectories")
     parser.add_argument("--step", type=int, help="all by default")
@@ -158,7 +158,7 @@ def main() -> None:
         sys.exit(str(error))
     steps = sorted({file.step for file in files_of(run, args.kind)})
     if not steps or args.step not in (None, *steps):
-        has = f"of step {args.step}. It has those of {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
+        has = f"of step {args.step}. It has steps {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
         sys.exit(f"{run} has no records of the kind {args.kind} {has}.")
     with suppress(BrokenPipeError):  # `| head` is not an error
         for file, table in tables(run, args.kind):

@@ -77,7 +77,7 @@ def test_a_checkpoint_of_an_older_release_goes_on_and_says_what_nobody_knows(
     monkeypatch.setattr(course.Course, "write", lambda *_: None)
     train(loader(), tmp_path, 3)
     assert handler(tmp_path, loader()).load_checkpoint() == 3
-    assert "has no course.json" in caplog.text and "With another data.train_batch_size or other rows" in caplog.text
+    assert "has no course.json" in caplog.text and "If data.train_batch_size or the rows differ" in caplog.text
 
 
 def optimizer(total: int | None = 12, schedule: str = "cosine", lr: float = 1e-5) -> Any:
@@ -91,13 +91,13 @@ def optimizer(total: int | None = 12, schedule: str = "cosine", lr: float = 1e-5
             12,
             {},
             {"total": 24},
-            ["cosine over 12 steps and is cosine over 24 steps", "its step 12. It had reached its end"],
+            ["cosine over 12 steps and is now cosine over 24 steps", "its step 12. It had reached its end"],
         ),
-        (4, {}, {"total": 24}, ["so that the rate jumps at its step 4. Set"]),
+        (4, {}, {"total": 24}, ["so the rate jumps at its step 4. To keep"]),
         (12, {"schedule": "wsd"}, {"schedule": "wsd", "total": 24}, ["wsd over 12 steps", "It had reached its end"]),
-        (4, {}, {"schedule": "constant"}, ["cosine over 12 steps and is constant over 12 steps"]),
-        (4, {"schedule": "constant"}, {}, ["constant over 12 steps and is cosine"]),
-        (4, {}, {"lr": 2e-5}, ["optim.lr=2e-05 has no effect: an optimizer that is resumed keeps its own, 1e-05"]),
+        (4, {}, {"schedule": "constant"}, ["cosine over 12 steps and is now constant over 12 steps"]),
+        (4, {"schedule": "constant"}, {}, ["constant over 12 steps and is now cosine"]),
+        (4, {}, {"lr": 2e-5}, ["optim.lr=2e-05 has no effect, because a resumed optimizer keeps its own, 1e-05"]),
         (4, {}, {}, []),
         (12, {"schedule": "constant"}, {"schedule": "constant", "total": 24}, []),
     ],
@@ -145,7 +145,7 @@ def test_rl_with_other_rows_begins_an_epoch_and_says_so(rolling: Any, tmp_path: 
     PPOTrainer._save_checkpoint(first)
     again = trainer(rows)
     assert sorted(drawn(again, rows)) == [str(row) for row in range(rows)]
-    assert f"had {EPOCH} rows when" in caplog.text and f"have {rows} now" in caplog.text
+    assert f"had {EPOCH} rows when" in caplog.text and f"has {rows} now" in caplog.text
     assert again.global_steps == EPOCH - 1
 
 

@@ -65,10 +65,10 @@ def test_a_checkpoint_that_lacks_something_is_not_taken(run: Path, name: str, co
     assert problem(run / "global_step_10").startswith(seen)
     point, said = resumed(run)
     assert point == run / "global_step_4"
-    assert seen in said and "names step 10, which is not there or not whole; 4 is the newest whole step" in said
+    assert seen in said and "names step 10, which is missing or not complete; 4 is the newest complete step" in said
     with pytest.raises(NotWhole, match=seen.split(" ")[0]) as error:
         require_whole(run / "global_step_10")
-    assert f"Whole ones there: {run / 'global_step_2'}, {run / 'global_step_4'}." in str(error.value)
+    assert f"Complete ones there: {run / 'global_step_2'}, {run / 'global_step_4'}." in str(error.value)
 
 
 @pytest.mark.parametrize("tracker", [None, "", "12"])
@@ -81,9 +81,9 @@ def test_without_a_step_in_the_tracker_the_newest_is_taken(run: Path, tracker: s
 def test_a_tracker_that_was_set_back_is_followed(run: Path):
     (run / TRACKER).write_text("4\n")
     point, said = resumed(run)
-    assert point == run / "global_step_4" and "names step 4, not the newest (10), and is followed" in said
+    assert point == run / "global_step_4" and "names step 4, which takes precedence over the newest (10)" in said
     (run / "global_step_10" / "data.pt").unlink()
-    assert "not the newest" not in resumed(run)[1], "the newest that is whole counts"
+    assert "precedence" not in resumed(run)[1], "the newest that is complete counts"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_run_without_checkpoints_starts_from_scratch(tmp_path: Path):
 def test_a_run_does_not_start_over_beside_checkpoints_that_are_not_whole(tmp_path: Path):
     write_shards(path_of(tmp_path, 30))  # as verl saves them
     (tmp_path / TRACKER).write_text("30")
-    with pytest.raises(NotWhole, match=f"global_step_30 is not whole: it has no {MANIFEST}.*--accept STEP"):
+    with pytest.raises(NotWhole, match=f"global_step_30 is not complete: it has no {MANIFEST}.*--accept STEP"):
         resumed(tmp_path)
 
 
@@ -133,7 +133,7 @@ def test_shards_that_other_nodes_kept_to_themselves_are_missed(tmp_path: Path):
     staged = path_of(begin(tmp_path), 2)
     write_shards(staged, SHARDS[:1] + SHARDS[2:])
     assert missing_shards(staged) == ["actor/model_world_size_2_rank_1.pt"]
-    with pytest.raises(NotWhole, match="lacks 1 of its shards, first actor/model_world_size_2_rank_1.pt.*all of them"):
+    with pytest.raises(NotWhole, match="lacks 1 .*the first of them actor/model_world_size_2_rank_1.pt.*all nodes"):
         publish(tmp_path, 2)
     assert steps(tmp_path) == [] and tracked_step(tmp_path) is None
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_deleted_ends_no_run(
         save(run, 12)
         save(run, 14)
     assert whole_steps(run)[-2:] == [12, 14] and tracked_step(run) == 14 and not (run / SAVING).exists()
-    assert len([*run.glob(f"{SAVING}.*")]) == 2 and "what is left of it is" in caplog.text
+    assert len([*run.glob(f"{SAVING}.*")]) == 2 and "Its remains are in" in caplog.text
     save(run, 16)
     assert not [*run.glob(f"{SAVING}*")], "what has become free goes with the next save"
 
@@ -183,7 +183,7 @@ def test_a_kill_between_the_two_renames_of_saving_the_only_step_again(tmp_path: 
     path_of(tmp_path, 2).rename(old)
     before = sorted(tmp_path.rglob("*"))
     point, said = resumed(tmp_path)
-    assert point == new and f"{new} is whole; a kill came before it was in its place" in said
+    assert point == new and f"{new} is complete. A kill came before it was moved into place" in said
     assert sorted(tmp_path.rglob("*")) == before, "asking changes nothing: the doctor asks too"
     (new / "data.pt").unlink()
     assert resumed(tmp_path)[0] == old
@@ -229,7 +229,7 @@ def test_copies_that_are_damaged_are_no_reason_to_start_over(tmp_path: Path):
     write_shards(path_of(begin(tmp_path), 2))
     vouch(path_of(tmp_path / SAVING, 2))
     (path_of(tmp_path / SAVING, 2) / "data.pt").write_bytes(bytes(7))
-    with pytest.raises(NotWhole, match=r"\.saving/global_step_2 is not whole: data.pt has its 7 bytes, but not those"):
+    with pytest.raises(NotWhole, match=r"\.saving/global_step_2 is not complete: data.pt has its 7 bytes"):
         resumed(tmp_path)
 
 
@@ -281,11 +281,11 @@ def test_the_command_says_what_is_there_and_accepts_what_a_user_vouches_for(run:
     write_shards(path_of(run, 12))
     listed = command(str(run))
     assert listed.returncode == 0 and listed.stderr == ""
-    assert "step     12     0.000 GB  not whole: it has no checkpoint.json" in listed.stdout
+    assert "step     12     0.000 GB  incomplete: it has no checkpoint.json" in listed.stdout
     assert f"Resume: from {run / 'global_step_10'}, step 10." in listed.stdout
     accepted = command(str(run), "--accept", "12")
     assert accepted.returncode == 0 and problem(path_of(run, 12)) is None
     (path_of(run, 12) / "actor" / SHARDS[0]).unlink()
     refused = command(str(run), "--accept", "12")
-    assert refused.returncode == 1 and f"first actor/{SHARDS[0]}" in refused.stderr
+    assert refused.returncode == 1 and f"the first of them actor/{SHARDS[0]}" in refused.stderr
     assert command(str(run), "--accept", "13").returncode == 1

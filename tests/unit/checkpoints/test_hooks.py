@@ -125,7 +125,7 @@ def a_rank(rank: int, run: Path, results: Any) -> None:
     checkpoints.begin = lambda folder: (time.sleep(0.3), begin(folder))[1]
     for step in (2, 4):
         sft.save_checkpoint(step)
-        assert checkpoints.tracked_step(run) == step, "it goes on before the checkpoint is named"
+        assert checkpoints.tracked_step(run) == step, "it continues before the checkpoint is named"
         synced.unlink(missing_ok=True)
         dist.barrier()
     if rank == 0:
@@ -156,7 +156,7 @@ def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is
         process.join(10)
     for rank, (number, step, loaded, error) in enumerate(found):
         assert (number, step, loaded) == (rank, 2, str(tmp_path / "run" / "global_step_2"))
-        assert "global_step_4 is not a whole checkpoint: model_world_size_2_rank_1.pt has its 7 bytes, but not" in error
+        assert "global_step_4 is not a complete checkpoint: model_world_size_2_rank_1.pt has its 7 bytes" in error
     assert sorted(path.name for path in (tmp_path / "run" / "global_step_4").glob("data_*")) == [
         "data_0.pt",
         "data_1.pt",

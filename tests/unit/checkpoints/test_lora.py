@@ -37,7 +37,7 @@ def test_the_type_of_the_weights_stays():
 def test_a_checkpoint_of_adapters_alone_is_refused():
     alone = state()
     del alone[f"{LAYER}.base_layer.weight"]
-    with pytest.raises(ValueError, match="no .*q_proj.base_layer.weight for its adapter"):
+    with pytest.raises(ValueError, match="q_proj.base_layer.weight is missing for its adapter"):
         fold(alone, 1.0)
 
 
@@ -70,7 +70,7 @@ def test_verls_merger_gives_the_trained_weights_and_no_adapters_that_would_count
 
 
 def test_an_unknown_scale_is_refused(merger):
-    with pytest.raises(ValueError, match="r=None, lora_alpha=None: how much its adapters count is unknown"):
+    with pytest.raises(ValueError, match="r=None, lora_alpha=None, so the scale of its adapters is unknown"):
         merger.save_lora_adapter(state())
 
 

@@ -72,7 +72,7 @@ def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path):
     for rank in range(2):
         (tmp_path / f"model_world_size_2_rank_{rank}.pt").touch()
     manifest.require_ranks(tmp_path, 2)
-    with pytest.raises(ValueError, match="was saved by 2 ranks, but this run has 1. Resume with as many GPUs"):
+    with pytest.raises(ValueError, match="by 2 ranks, but this run has 1. Resume with the same number of GPUs"):
         manifest.require_ranks(tmp_path, 1)
     (tmp_path / "model_world_size_1_rank_0.pt").touch()
     with pytest.raises(ValueError, match="was saved by 2 ranks, but this run has 1"):

@@ -169,7 +169,7 @@ def test_values_of_another_metric_are_forgotten(tmp_path: Path):
 @pytest.mark.parametrize(
     ("trainer", "settings", "message"),
     [
-        ({"max_actor_ckpt_to_keep": 2}, {}, r"max_actor_ckpt_to_keep=2.*Set it to null, and retool.checkpoints"),
+        ({"max_actor_ckpt_to_keep": 2}, {}, r"max_actor_ckpt_to_keep=2.*Set it to null and retool.checkpoints"),
         ({"max_ckpt_to_keep": 1}, {"keep_last": 1}, "max_ckpt_to_keep=1"),
         ({}, {"keep_last": 0}, "retool.checkpoints.keep_last is 0, expected a whole number"),
         ({}, {"keep_last": True}, "keep_last is True"),
@@ -193,7 +193,7 @@ def test_validations_that_miss_checkpoints_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, test_freq: int, warns: bool
 ):
     Rolling.from_config(config(tmp_path, {"save_freq": 30, "test_freq": test_freq}, **ACCURACY))
-    assert (f"save_freq=30 is no multiple of trainer.test_freq={test_freq}" in caplog.text) is warns
+    assert (f"save_freq=30 is not a multiple of trainer.test_freq={test_freq}" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(

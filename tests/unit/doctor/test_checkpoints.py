@@ -80,14 +80,14 @@ def test_a_checkpoint_that_is_not_whole(make_run, save, told):
     text = told(check_resume(make_run()), Level.FAIL)[0]
     assert "model_world_size_16_rank_3.pt is missing" in text and "python -m verl_ext.checkpoints" in text
     save(60)
-    assert "global_step_30 is not whole" in told(check_resume(make_run()), Level.WARN)[0]
+    assert "global_step_30 is not complete" in told(check_resume(make_run()), Level.WARN)[0]
     assert told(check_resume(make_run()), Level.OK)[0].startswith("the run goes on from global_step_60 of 400")
 
 
 def test_a_tracker_that_names_nothing(make_run, save, told, tmp_path):
     save(30)
     (tmp_path / "out" / checkpoints.TRACKER).write_text("60")
-    assert "names step 60, which is not there" in told(check_resume(make_run()), Level.WARN)[0]
+    assert "names step 60, which is missing" in told(check_resume(make_run()), Level.WARN)[0]
     assert told(check_resume(make_run()), Level.OK)[0].startswith("the run goes on from global_step_30 of 400")
 
 

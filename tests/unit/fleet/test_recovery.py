@@ -68,7 +68,7 @@ def test_a_dead_server_leaves_is_given_up_and_replaced_and_its_successor_waits_f
     scene(script)
     servers = read_servers(tmp_path)
     assert (
-        servers.line() == "servers: 3 started, 1 died, 1 of these replaced, 0 removed, 0 starts failed"
+        servers.line() == "servers: 3 started, 1 died, 1 of these replaced, 0 removed, 0 failed to start"
         and not servers.faults()
     )
 

@@ -37,7 +37,7 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
     counts = dict(line.split() for line in shown.stdout.splitlines()[1:9])
     expected = {"open": 2, "trained": 2, "equal": 1, "void": 0, "failed": 0, "stale": 0, "surplus": 1}
     assert counts == {"drawn": "6"} | {name: str(number) for name, number in expected.items()}
-    assert "problems: 4 drawn 1x, 1 drawn 2x" in shown.stdout and "It sums" in shown.stdout
+    assert "problems: 4 drawn 1x, 1 drawn 2x" in shown.stdout and "The books balance" in shown.stdout
 
 
 def test_rollouts_by_fate_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
@@ -53,7 +53,7 @@ def test_rollouts_by_fate_and_requests_that_lost_their_server_are_summed(tmp_pat
 
 
 NOT_ALL = "1 prompts ended with more or fewer rollouts than were submitted: e."
-UNTRUE = "1 prompts trained without a rollout, or a rollout did whose prompt did not: e."
+UNTRUE = "1 prompts trained without a rollout, or did not train although a rollout did: e."
 
 
 @pytest.mark.parametrize(

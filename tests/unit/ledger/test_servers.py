@@ -31,7 +31,7 @@ def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
     )  # a resume: c and b ended with the process
     shown = command(tmp_path)
     assert shown.returncode == 0, shown.stdout
-    assert "servers: 5 started, 1 died, 1 of these replaced, 1 removed, 1 starts failed" in shown.stdout
+    assert "servers: 5 started, 1 died, 1 of these replaced, 1 removed, 1 failed to start" in shown.stdout
     assert read_servers(tmp_path).alive == {"a"}
 
 
@@ -42,7 +42,7 @@ def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
         ([("started", "a"), ("removed", "a"), ("died", "a")], "1 servers died, left or started twice: a."),
         ([("died", "x")], "1 servers died, left or started twice: x."),
         ([("started", "a"), ("replaced", "a")], "1 servers died, left or started twice: a."),
-        ([("started", "a"), ("replaced", "b")], "1 servers replaced one where none had died: b."),
+        ([("started", "a"), ("replaced", "b")], "1 servers replaced one although none had died: b."),
         (
             [
                 ("started", "a"),
@@ -51,7 +51,7 @@ def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
                 ("started", "a"),
                 ("replaced", "b"),
             ],  # that of an older start
-            "1 servers replaced one where none had died: b.",
+            "1 servers replaced one although none had died: b.",
         ),
     ],
 )
@@ -59,7 +59,7 @@ def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: s
     servers(tmp_path, ("run", ""), *events)
     assert fault in read_servers(tmp_path).faults()
     shown = command(tmp_path)
-    assert shown.returncode == 1 and fault in shown.stdout and "It sums" not in shown.stdout
+    assert shown.returncode == 1 and fault in shown.stdout and "The books balance" not in shown.stdout
 
 
 def test_a_start_of_the_run_after_a_half_written_line_begins_a_new_one(tmp_path: Path):

@@ -15,7 +15,7 @@ RAISED = {"end_reason": "raised"}
         (PromptEnd.OPEN, [RIGHT], None),
         (PromptEnd.EQUAL, [RIGHT, RIGHT, FAILED], "all right"),
         (PromptEnd.EQUAL, [WRONG, WRONG], "all wrong"),
-        (PromptEnd.EQUAL, [RIGHT, WRONG], "of equal value to the filter"),
+        (PromptEnd.EQUAL, [RIGHT, WRONG], "all equal to the filter"),
         (
             PromptEnd.FAILED,
             [FAILED, FAILED, RAISED, RIGHT],
@@ -23,7 +23,7 @@ RAISED = {"end_reason": "raised"}
         ),
         (PromptEnd.VOID, [WRONG, WRONG], "most of its 2 rollouts have a turn without code and answer"),
         (PromptEnd.SURPLUS, [RIGHT, WRONG], "useful, but the batch was full"),
-        (PromptEnd.STALE, [RIGHT], "useful, but written by weights that were too old when a batch had room"),
+        (PromptEnd.STALE, [RIGHT], "useful, but its weights were too old by the time a batch had room"),
     ],
 )
 def test_why_a_group_ended_so(end, rows, expected):

@@ -127,7 +127,7 @@ def test_tokens_are_written_with_their_step_and_a_loss_that_comes_late_is_warned
     for _ in range(2):
         writer.loss(1, loss(70, [-3.0], [KEPT]), 0.0)
     writer.end_step(Fates(2, {}, {}), 0.0)
-    assert caplog.text.count("step 1 was written before all was there that the loss had of its tokens") == 1
+    assert caplog.text.count("step 1 was written before the loss had reported all of its tokens") == 1
     (file,) = store.files_of(tmp_path, "tokens")
     table = store.read(file.path)
     assert file.step == 1 and table["text"].to_pylist() == ["x", None, None, "x", None]
@@ -146,7 +146,7 @@ def test_a_full_disk_is_one_warning_and_the_next_step_is_tried_again(tmp_path, m
             writer.group(group(f"g{step}"))
             writer.end_step(Fates(step, {f"g{step}": TRAINED}, {}), 0.0)
             writer.times(step, [])
-    assert len(caplog.records) == 1 and "No space left on device" in caplog.text and "the run goes on" in caplog.text
+    assert len(caplog.records) == 1 and "No space left on device" in caplog.text and "The run continues" in caplog.text
     assert writer.unwritten == 4 and writer._bytes == 0 and not writer._groups
     monkeypatch.setattr(store, "write", write)
     writer.group(group("g3"))
@@ -176,7 +176,7 @@ def test_a_disk_that_takes_small_files_alone_is_one_warning(tmp_path, monkeypatc
 def test_a_full_disk_is_told_also_after_an_error_of_ours(tmp_path, monkeypatch, caplog):
     writer = Recorder(tmp_path, SETTINGS)
     writer.times(1, [{"what": 3, "start_s": "x", "end_s": None}])
-    assert "by an error of verl_ext" in caplog.text
+    assert "due to a bug in verl_ext" in caplog.text
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -190,7 +190,7 @@ def test_a_record_that_does_not_fit_its_columns_is_logged_and_the_next_step_is_w
     writer = Recorder(tmp_path, SETTINGS)
     writer.group(Group("bad", 1, False, pack([{"uid": 3, "session": "x", "end_reason": "answer"}])))
     writer.end_step(Fates(1, {"bad": TRAINED}, {}), 0.0)
-    assert "by an error of verl_ext" in caplog.text
+    assert "due to a bug in verl_ext" in caplog.text
     writer.group(group("a"))
     writer.end_step(Fates(2, {"a": TRAINED}, {}), 0.0)
     assert [file.step for file in store.files_of(tmp_path)] == [2]
@@ -204,7 +204,7 @@ def test_tokens_that_make_no_table_cost_no_trajectories(tmp_path, caplog):
     writer.tokens(2, batch(), {})
     writer.end_step(Fates(2, {}, {}), 0.0)
     assert outcomes(tmp_path, 1)["a_0"][0] == "trained" and writer.unwritten == 1
-    assert "by an error of verl_ext" in caplog.text
+    assert "due to a bug in verl_ext" in caplog.text
     assert [file.step for file in store.files_of(tmp_path, "tokens")] == [2]
 
 
@@ -217,7 +217,7 @@ def test_an_end_that_the_recorder_does_not_confirm_is_a_warning(monkeypatch, cap
 
     monkeypatch.setattr(ray, "get", get)
     recorder.close(SimpleNamespace(close=SimpleNamespace(remote=lambda: None)))
-    assert "rollouts of the last steps may be missing" in caplog.text
+    assert "the last steps may lack rollouts" in caplog.text
 
 
 def test_memory_is_bounded_and_what_is_forgotten_is_counted(tmp_path, monkeypatch, caplog):
@@ -249,7 +249,7 @@ def test_a_file_in_the_place_of_the_folder_stops_nothing(tmp_path, caplog):
         writer.group(group(f"g{step}"))
         writer.end_step(Fates(step, {f"g{step}": TRAINED}, {}), 0.0)
     writer.close()
-    assert writer.unwritten == 2 and not writer._groups and caplog.text.count("the run goes on") == 1
+    assert writer.unwritten == 2 and not writer._groups and caplog.text.count("The run continues") == 1
 
 
 def test_groups_that_never_come_are_counted(tmp_path, caplog):
@@ -258,7 +258,7 @@ def test_groups_that_never_come_are_counted(tmp_path, caplog):
     assert writer.lost == 0, "it may come yet"
     writer.group(group("open"))
     writer.close()
-    assert writer.lost == 1 and "had not come when step 2 was written" in caplog.text
+    assert writer.lost == 1 and "had not arrived when step 2 was written" in caplog.text
     ((_, table),) = store.tables(tmp_path)
     assert table.schema.metadata[LOST_KEY] == b"1" and len(table), "also when the file is written once more"
 
@@ -364,7 +364,7 @@ def test_a_file_of_waiting_groups_that_was_cut_is_named_and_the_rest_is_restored
     resumed = Recorder(tmp_path, SETTINGS)
     resumed.resume(1)
     assert {key[:4] for key in outcomes(tmp_path, 1)} == {"done"}, "what waits has no fate yet"
-    assert str(waiting) in caplog.text and "error of verl_ext" not in caplog.text
+    assert str(waiting) in caplog.text and "bug in verl_ext" not in caplog.text
 
 
 def test_a_run_whose_checkpoint_has_no_waiting_groups_on_file_says_what_is_lost(tmp_path, caplog):
@@ -391,7 +391,7 @@ def test_a_run_that_begins_anew_says_how_many_files_of_an_earlier_one_it_removes
     Recorder(tmp_path, SETTINGS).resume(2)
     assert not caplog.records
     Recorder(tmp_path, SETTINGS).resume(0)
-    assert "begins at step 0: 2 files of an earlier start are removed" in caplog.text and not store.files_of(tmp_path)
+    assert "begins at step 0, so 2 files of an earlier start" in caplog.text and not store.files_of(tmp_path)
     Recorder(tmp_path, SETTINGS).resume(0)
     assert len(caplog.records) == 1
 

@@ -54,7 +54,7 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     store.write(path, kind, [])
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
-    with pytest.raises(parquet.Unreadable, match=f"{path} has records of version none, expected 2"):
+    with pytest.raises(parquet.Unreadable, match=f"{path} has records of version none; expected 2"):
         store.read(path)
 
 
@@ -163,7 +163,7 @@ def test_the_command_takes_the_quickstarts_folder_and_says_what_is_not_there(tmp
     monkeypatch.setattr("sys.argv", ["store", str(tmp_path)])
     store.main()
     assert json.loads(capsys.readouterr().out)["uid"] == "u1"
-    assert said(run, "--step", 7) == f"{run} has no records of the kind trajectories of step 7. It has those of 1 to 1."
+    assert said(run, "--step", 7) == f"{run} has no records of the kind trajectories of step 7. It has steps 1 to 1."
     assert said(run, "--kind", "tokens") == f"{run} has no records of the kind tokens (retool.recorder)."
     assert said(tmp_path / "misspelt").startswith(f"No run at {tmp_path / 'misspelt'}")
 
@@ -240,5 +240,5 @@ def test_a_file_that_lacks_a_column_or_has_another_type_there_is_named(tmp_path,
     other = table.drop_columns(["calls"])
     other = other if instead is None else other.append_column("calls", pa.array([instead]))
     pq.write_table(other.replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2, or has them with another type: calls"):
+    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2, or they have another type: calls"):
         store.read(path)

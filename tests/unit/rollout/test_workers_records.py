@@ -99,7 +99,7 @@ def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, capl
     recorder = Recorder()
     _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder, index=index)
     assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
-    assert bool(recorder.sent) is recorded and ("by an error of verl_ext" in caplog.text) is not recorded
+    assert bool(recorder.sent) is recorded and ("due to a bug in verl_ext" in caplog.text) is not recorded
 
 
 def test_a_recorder_that_cannot_be_told_fails_no_rollout(roll_out_prompt, caplog) -> None:

@@ -206,8 +206,8 @@ def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):
     for step in (3, 4):
         records.take(step, batch, (), SimpleNamespace(decode=decode), {})
         records.end_step(step, {}, None)
-    assert caplog.text.count("could not be made of a batch, by an error of verl_ext") == 1
-    assert caplog.text.count("could not be made of a step, by an error of verl_ext") == 1
+    assert caplog.text.count("could not be made of a batch, due to a bug in verl_ext") == 1
+    assert caplog.text.count("could not be made of a step, due to a bug in verl_ext") == 1
     assert handle.of("tokens") == [] and "no such token" in caplog.text
 
 

@@ -206,5 +206,5 @@ def test_a_prompt_that_the_queue_lost_is_named(tmp_path, make):
     run.saved[1][3][:] = [uid for uid in run.saved[1][3] if uid != lost]
     run.kill()
     assert read_tally(tmp_path).faults() == [
-        f"1 prompts were open at a checkpoint and not in the queue of the run that resumed from it: {lost}."
+        f"1 prompts were open at a checkpoint but not in the queue of the run that resumed from it: {lost}."
     ]
