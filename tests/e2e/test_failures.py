@@ -353,7 +353,7 @@ def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: P
         assert not any(name.startswith(("val-core/", "early_stop/")) for name in data)
     assert not (run.out / "validation.json").exists() and not (run.out / "early_stop.jsonl").exists()
     log = run.log.read_text(errors="replace")
-    assert "this validation is void" in log and "a tool failed and is called again (1 of 1)" in log
+    assert "this validation is void" in log and "a tool failed; calling it again (1 of 1)" in log
     assert metrics[1]["failure/run_share_sandbox_failure"] > 0
     assert ("sandbox_failure kept" in log) >= (metrics[1]["failure/share_sandbox_failure"] > 0.05)
 

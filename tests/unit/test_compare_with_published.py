@@ -134,7 +134,7 @@ def test_own_run_only(script, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run", "nowhere"], "nowhere is not there. Expected the folder of a run"),
+        (["--run", "nowhere"], "nowhere does not exist. Expected the folder of a run"),
         (["--run", "empty"], "empty has no metrics*.jsonl"),
         (["--run", "sft.jsonl"], "none of the metrics of RL is there, but perf/.* SFT belongs to --sft"),
         (["--sft", "rl.jsonl"], "none of the metrics of SFT is there"),

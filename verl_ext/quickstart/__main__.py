@@ -6,4 +6,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        raise SystemExit("quickstart: interrupted; the same command goes on from here") from None
+        raise SystemExit("quickstart: interrupted; the same command continues from here") from None

@@ -49,14 +49,14 @@ def describe(folder: Path) -> str:
     usage, inodes = shutil.disk_usage(there), os.statvfs(there)
     free = f"{_size(usage.free)} of {_size(usage.total)} are free"
     if inodes.f_files > 0 and inodes.f_favail == 0:
-        free += f", and none of its {inodes.f_files:,} inodes (files)"
+        free += f", but none of its {inodes.f_files:,} inodes (files)"
     lines = [f"The disk is full: {there} (on {mount}), {free}."]
     if (saving := there / SAVING).is_dir() and not any(saving.rglob(MANIFEST)):
         size = sum(path.stat().st_size for path in saving.rglob("*") if path.is_file())
-        lines.append(f"`rm -r {shlex.quote(str(saving))}` frees {_size(size)} of a checkpoint that was broken off.")
+        lines.append(f"`rm -r {shlex.quote(str(saving))}` frees {_size(size)} of an interrupted checkpoint.")
     lines.append(
-        f"`du -xh --max-depth=2 {shlex.quote(str(mount))} | sort -h | tail` lists what is largest there: "
-        "delete what you do not need."
+        f"`du -xh --max-depth=2 {shlex.quote(str(mount))} | sort -h | tail` lists the largest folders there. "
+        "Delete what you do not need."
     )
     return " ".join(lines)
 

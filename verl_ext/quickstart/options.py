@@ -20,34 +20,34 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     parser = argparse.ArgumentParser(
         prog="quickstart.sh",
         description="Teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
-        "with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.",
+        "with the real verl and vLLM, on a CPU. A second call keeps finished stages and resumes the interrupted one.",
     )
     parser.add_argument(
         "--model",
         choices=DEFAULT_OUT,
         default="tiny",
-        help="tiny: 390,000 random parameters, minutes (default); small: SmolLM2-135M-Instruct, weights from 4 bits, "
-        "or the Hugging Face folder or hub name of the variable MODEL_PATH; about an hour",
+        help="tiny (default): 390,000 random parameters, takes minutes; small: SmolLM2-135M-Instruct with weights "
+        "from 4 bits, or the Hugging Face folder or hub name in MODEL_PATH, takes about an hour",
     )
-    parser.add_argument("--stage", choices=STAGES, action="append", help="only this stage (may be repeated)")
+    parser.add_argument("--stage", choices=STAGES, action="append", help="run only this stage (may be repeated)")
     parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
     parser.add_argument(
         "--out",
         type=Path,
-        help="default: outputs/quickstart, with --model small: outputs/small, with --from: FOLDER-2, FOLDER-3, ...",
+        help="default: outputs/quickstart; with --model small: outputs/small; with --from: FOLDER-2, FOLDER-3, ...",
     )
     parser.add_argument(
         "--from",
         dest="source",
         type=Path,
         metavar="FOLDER",
-        help="another RL run from the data and the SFT of this quickstart, in a folder of its own",
+        help="start another RL run, in a separate folder, from the data and the SFT of this quickstart",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)")
     for option, metavar, what in (
-        ("--data", "ARG", "argument of data/tiny_tools/prepare.py, or data/small/prepare.py"),
-        ("--sft", "KEY=VALUE", "Hydra override of configs/tiny_sft.yaml, or smollm2_sft.yaml"),
-        ("--rl", "KEY=VALUE", "Hydra override of configs/tiny_dapo.yaml, or smollm2_dapo.yaml"),
+        ("--data", "ARG", "argument of data/tiny_tools/prepare.py or data/small/prepare.py"),
+        ("--sft", "KEY=VALUE", "Hydra override of configs/tiny_sft.yaml or smollm2_sft.yaml"),
+        ("--rl", "KEY=VALUE", "Hydra override of configs/tiny_dapo.yaml or smollm2_dapo.yaml"),
     ):
         parser.add_argument(option, action="append", default=[], metavar=metavar, help=what)
     args = parser.parse_args(argv)
@@ -59,13 +59,13 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     if args.source:
         args.source = args.source.resolve()
         if not (args.source / JOURNAL).is_file():
-            parser.error(f"--from {args.source}: no quickstart is there (no {JOURNAL})")
+            parser.error(f"--from {args.source}: expected the folder of a quickstart, but it has no {JOURNAL}")
         if args.data or args.sft:
-            parser.error("--from takes the data and the SFT as they are: --data and --sft are for a run of its own")
+            parser.error("--from reuses data and SFT as they are, so --data and --sft cannot be set with it")
         if args.out == args.source:
-            parser.error(f"--from {args.source} and --out are the same folder; the new run needs its own")
+            parser.error(f"--from {args.source} and --out are the same folder; the new run needs another one")
         if args.out in args.source.parents:
-            parser.error(f"--out {args.out} holds the folder of --from; the new run needs its own")
+            parser.error(f"--out {args.out} contains the folder of --from; the new run needs another one")
     elif not args.out:
         args.out = DEFAULT_OUT[args.model]
     return args

@@ -43,7 +43,7 @@ from verl_ext.sandbox.launch import SandboxNotReady, running_server
 LICENCE_FILES = ("LICENSE", "NOTICE")
 EVALUATION_SAMPLES = 2  # responses per held-out problem
 ShowProgress = Callable[[Path], Watch]
-AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
+AFTERWARDS = " Then the same command continues from here. --out DIR writes to another disk."
 SANDBOX_OPTIONS = ("--preload=",)  # the tasks' programs import nothing, and a smaller fork is cheaper
 
 
@@ -150,7 +150,7 @@ def evaluate(run: Quickstart, when: str) -> None:
         environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
         run.launch(run.rung.rl_launcher, overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
     if not list(target.glob("*.jsonl")):
-        raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
+        raise CommandFailed(f"The evaluation wrote no samples into {target}. See {run.out / 'eval' / when}.log.")
     if (shortcuts := run.out / "data" / "shortcuts.txt").is_file():  # of the small task
         print(textwrap.indent(shortcuts.read_text().rstrip(), "  "), flush=True)
 
@@ -275,12 +275,12 @@ def delete_run(out: Path) -> None:
     """
     if others := sorted(path.parent.name for path in out.glob(f"*/{JOURNAL}")):
         raise SystemExit(
-            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Name the run's own folder "
-            "by --out."
+            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Set --out to the "
+            "folder of this run only."
         )
     if not (out / JOURNAL).exists() and not out.is_relative_to(REPO / "outputs") and set(out.iterdir()) - {out / LOCK}:
         raise SystemExit(
-            f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out."
+            f"--fresh would delete {out}, which holds no run (no stages.json). Delete it yourself, or change --out."
         )
     shutil.rmtree(out)
 

@@ -67,16 +67,14 @@ def find_source(folder: Path) -> Source:
     Raises:
         NoSource: a step was not run, or a file is missing.
     """
-    again = f"`bash scripts/quickstart.sh --out {folder} --stage data --stage sft --stage merge` makes it"
+    again = f"`bash scripts/quickstart.sh --out {folder} --stage data --stage sft --stage merge` creates it"
     entries = {entry["stage"]: entry for entry in json.loads((folder / JOURNAL).read_text())}
     for step in STEPS:
         if entries.get(step, {}).get("status") != "done":
-            raise NoSource(
-                f"--from {folder}: its step {step} is not done, so that there is no SFT to start from; {again}."
-            )
+            raise NoSource(f"--from {folder}: its step {step} is not done, so there is no SFT to start from. {again}.")
     for name, what in TAKEN.items():
         if not (folder / name).is_file():
-            raise NoSource(f"--from {folder}: {name} ({what}) is not there; {again}, with --fresh.")
+            raise NoSource(f"--from {folder}: {name} ({what}) is missing. {again} if you add --fresh.")
     settings = {step: entries[step]["settings"] for step in STEPS}
     return Source(folder, settings, {name: _digest(folder / name) for name in TAKEN})
 

@@ -46,6 +46,6 @@ class AgentLoops:
             except GONE as error:
                 raise RuntimeError(
                     f"A process of the agent loops is gone, and its rollouts with it: {error}. If it was killed for "
-                    "memory, the system's log says so. The same command goes on from the newest checkpoint."
+                    "lack of memory, the system's log says so. The same command continues from the newest checkpoint."
                 ) from error
             self._asked[number] = actor, actor.__ray_ready__.remote()

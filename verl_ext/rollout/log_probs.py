@@ -29,13 +29,13 @@ def checked_log_probs(log_probs: Sequence[float | None] | None, ids: Sequence[in
     found = [] if log_probs is None else list(log_probs)
     if len(found) != len(ids):
         raise ValueError(
-            f"The server sent {len(found)} log-probs for {len(ids)} tokens; expected one for each, also where a turn "
-            "was aborted and resumed. Use a server that sends them; vLLM does."
+            f"The server sent {len(found)} log-probs for {len(ids)} tokens; expected one for each, even if a turn "
+            "was aborted and resumed. Use a server that sends them, such as vLLM."
         )
     if wrong := [each for each in found if each is None or not math.isfinite(each)]:
         raise ValueError(
-            f"{len(wrong)} of the {len(ids)} log-probs that the server sent are no finite numbers, such as {wrong[0]}. "
-            "Look into the server's log: weights or logits may be NaN."
+            f"{len(wrong)} of the {len(ids)} log-probs that the server sent are not finite, such as {wrong[0]}. "
+            "See the server's log: weights or logits may be NaN."
         )
     return found
 

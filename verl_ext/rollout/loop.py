@@ -268,7 +268,7 @@ class RetoolAgentLoop(AgentLoopBase):
         for number in range(1, retries + 1):
             if not result.failure:
                 break
-            logger.warning("a tool failed and is called again (%d of %d): %s", number, retries, result.failure)
+            logger.warning("a tool failed; calling it again (%d of %d): %s", number, retries, result.failure)
             await asyncio.sleep(RETRY_PAUSE_S * number)
             lost_s, attempts = time.perf_counter() - started, result.attempts
             again = await self.tools.run(call, tools_kwargs)
@@ -306,7 +306,7 @@ class RetoolAgentLoop(AgentLoopBase):
         try:
             return list(await asyncio.shield(self._prompts[uid]))
         except TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template refuses the prompt {uid}, {messages!r:.200}: {error}") from error
+            raise ValueError(f"the chat template rejects the prompt {uid}, {messages!r:.200}: {error}") from error
 
     def _output(
         self, prompt_ids: list[int], rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]

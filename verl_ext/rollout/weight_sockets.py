@@ -75,8 +75,8 @@ def bound_waits(transfers: ModuleType) -> None:
             await send_weights(self, weights)
         except zmq.Again:
             raise TimeoutError(
-                f"The vLLM server took no weights from {self.zmq_handle} in {ANSWER_S:.0f} s: its engine is dead, or "
-                "failed to load them. Its log says why. Repair that; the same command goes on from the last checkpoint."
+                f"The vLLM server took no weights from {self.zmq_handle} for {ANSWER_S:.0f} s: its engine is dead or "
+                "failed to load them. Its log says why. Fix that; the same command continues from the last checkpoint."
             ) from None
 
     sender._init_socket, sender.async_send_weights = _init_socket, async_send_weights

@@ -78,8 +78,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         super().__init__(*args, **kwargs)
         if self.distillation_enabled or self.processor is not None:
             raise NotImplementedError(
-                "LeanAgentLoopWorker rolls out text without a teacher model, but the model has a processor for images "
-                "or distillation is on. Take verl's own workers: rollout.agent.agent_loop_manager_class=null and "
+                "LeanAgentLoopWorker supports neither images nor a teacher model, but the model has a processor for "
+                "images or distillation is on. Use verl's own workers: rollout.agent.agent_loop_manager_class=null and "
                 "retool.recorder.enable=false."
             )
         self._shared_loops: dict[str, AgentLoopBase] = {}
@@ -124,7 +124,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 return await tq.async_kv_put(key=uid, partition_id=partition_id, tag={"status": "failure"})
             except Exception:
                 logger.exception("The status of the prompt %s could not be stored", uid)
-        logger.critical("The trainer would wait for the prompt %s without end: this process ends.", uid)
+        logger.critical("The trainer would wait forever for the prompt %s, so this process exits.", uid)
         os._exit(1)
 
     async def _run_agent_loop(
@@ -202,14 +202,14 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 else:
                     outputs = []
             logger.warning(
-                "validation: sample %s of problem %s failed (%s) and is tried again (%d of %d)",
+                "validation: sample %s of problem %s failed (%s); trying again (%d of %d)",
                 *(sample["session_id"], sample["uid"], cause, number, retries),
             )
             await asyncio.sleep(RETRY_PAUSE_S * number)
 
     def _make_loop(self, agent_name: str) -> AgentLoopBase:
         if agent_name not in _agent_loop_registry:
-            raise KeyError(f"Agent loop {agent_name!r} is not registered; there are {sorted(_agent_loop_registry)}.")
+            raise KeyError(f"There is no agent loop {agent_name!r}; expected one of {sorted(_agent_loop_registry)}.")
         agent_loop = instantiate(
             _agent_loop_registry[agent_name],
             trainer_config=DictConfigWrap(config=self.config),
@@ -339,7 +339,7 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
         }
         if list(found.values()) != [1, 1, False]:
             raise ValueError(
-                f"InServerAgentLoopManager needs one agent-loop worker and one vLLM server, not watched, got {found}. "
+                f"InServerAgentLoopManager needs one agent-loop worker and one unwatched vLLM server, got {found}. "
                 "Set rollout.agent.agent_loop_manager_class to verl_ext.rollout.workers.LeanAgentLoopManager."
             )
 

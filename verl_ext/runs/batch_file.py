@@ -86,8 +86,8 @@ def read_batch(run: Path, step: int) -> RecordedBatch:
     if not path.is_file():
         there = sorted(int(each.stem.removeprefix("step_")) for each in path.parent.glob("step_*.pt"))
         raise FileNotFoundError(
-            f"{path} is not there. Recorded steps: {', '.join(map(str, there)) or 'none'}. A run records its batches "
-            "with retool.record_batches.enable=true, each `every` steps."
+            f"{path} does not exist. Recorded steps: {', '.join(map(str, there)) or 'none'}. A run records its batches "
+            "every `every` steps if retool.record_batches.enable=true."
         )
     try:
         stored = torch.load(path, weights_only=True)
@@ -95,4 +95,4 @@ def read_batch(run: Path, step: int) -> RecordedBatch:
         padded = {name: pad_sequence(stored[name].split(lengths), batch_first=True) for name in OF_TOKENS}
         return RecordedBatch(**stored | padded)
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise ValueError(f"{path} is no recorded batch of this version: {error}. Record it again.") from error
+        raise ValueError(f"{path} is not a recorded batch of this version: {error}. Record it again.") from error

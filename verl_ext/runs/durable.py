@@ -40,8 +40,8 @@ def sync(path: Path) -> None:
         if kind not in _warned:
             _warned.add(kind)
             logger.warning(
-                "fsync of %s failed (%s): the file system does not promise that %s outlive a power loss, which a kill "
-                "alone does not touch. A checkpoint's checksums are compared at a resume. If the power may fail, set "
+                "fsync of %s failed (%s): the file system does not guarantee that %s survive a power loss; a kill does "
+                "no harm. A resume compares a checkpoint's checksums. If the power may fail, set "
                 "trainer.default_local_dir to another disk.",
                 *(path, os.strerror(error.errno), kind),
             )

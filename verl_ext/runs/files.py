@@ -24,9 +24,9 @@ def no_file(path: Path) -> str | None:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except FileNotFoundError:
         if path.is_symlink():
-            return "a link to a file that is gone"
+            return "a link to a missing file"
         raise
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return "a link that leads in a circle"
+            return "a circular link"
         raise

@@ -61,8 +61,8 @@ def find_run(path: Path) -> RunFolder:
     """
     if not path.is_dir():
         raise NoRun(
-            f"No run at {path}. Expected its folder; `bash scripts/quickstart.sh` makes one, and so does "
-            "every launcher in recipe/retool."
+            f"No run at {path}. Expected the folder of a run, as `bash scripts/quickstart.sh` and every launcher in "
+            "recipe/retool create it."
         )
     if kind := _kind(path):
         return RunFolder(path, kind)
@@ -104,7 +104,7 @@ def metric_files(path: Path, *kinds: str) -> list[Path]:
     for run in (path, *(path / kind for kind in kinds)):
         if files := sorted(run.glob("metrics*.jsonl")):
             return files
-    what = "has no metrics*.jsonl" if path.is_dir() else "is not there"
+    what = "has no metrics*.jsonl" if path.is_dir() else "does not exist"
     raise FileNotFoundError(
         f"{path} {what}. Expected the folder of a run (OUTPUT_DIR of its launcher), the quickstart's folder above it, "
         "or its metrics-*.jsonl."
@@ -196,7 +196,7 @@ def short_names(paths: list[Path]) -> list[str]:
         names = ["/".join(path.parts[-length:]) for path in whole]
         if len(set(names)) == len(names):
             return names
-    raise ValueError(f"{paths[0]} is named more than once. Name every run once.")
+    raise ValueError(f"{paths[0]} is given more than once. Name each run once.")
 
 
 def _kind(path: Path) -> str | None:

@@ -24,7 +24,7 @@ class StepJournal:
         """
         if not self.path.exists():
             return []
-        expected = "an object with `step` (restore the file, or delete it to begin without what the run had learned)"
+        expected = "an object with `step` (restore the file, or delete it to start without what the run had noted)"
         rows = jsonl.read(self.path, lambda row: (row["step"] <= step, row), expected)
         kept = [row for is_kept, row in rows if is_kept]
         durable.write_text(self.path, "".join(f"{jsonl.dumps(record)}\n" for record in kept))

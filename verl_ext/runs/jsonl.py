@@ -38,7 +38,7 @@ def read(
         if not line.strip():
             continue
         if isinstance(row, json.JSONDecodeError | UnicodeDecodeError) and not line.endswith(b"\n"):
-            logger.warning("%s: the last line is half written and is left out.", path)
+            logger.warning("%s: the last line is incomplete and is left out.", path)
             return
         try:
             if not isinstance(row, dict):
@@ -61,7 +61,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                yield number, line, row if isinstance(row, dict) else ValueError("it is no JSON object")
+                yield number, line, row if isinstance(row, dict) else ValueError("it is not a JSON object")
             except ValueError as error:
                 yield number, line, error
             except RecursionError as error:

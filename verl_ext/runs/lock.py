@@ -40,7 +40,7 @@ def own_training_folder(out: Path) -> None:
         file = open(out / TRAINING_LOCK, "a+")  # noqa: SIM115  it is open as long as the process lives
         _wait_for(file, out)
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): see that no other run writes there.", out, error)
+        logger.warning("%s cannot be locked (%s). Make sure that no other run writes there.", out, error)
         return
     _held[out] = file
     with contextlib.suppress(OSError):  # a full disk; the lock is there
@@ -61,8 +61,8 @@ def _wait_for(file: TextIO, out: Path) -> None:
         if time.monotonic() > deadline:
             file.seek(0)
             raise Taken(
-                f"Another training run writes into {out} ({file.read().strip()}). Wait for it or stop it, or give this "
-                "run a folder of its own: trainer.default_local_dir (OUTPUT_DIR). If that machine is dead, delete "
+                f"Another training run writes into {out} ({file.read().strip()}). Wait for it, stop it, or give this "
+                "run a separate folder: trainer.default_local_dir (OUTPUT_DIR). If that machine is dead, delete "
                 f"{out / TRAINING_LOCK}."
             )
         time.sleep(0.5)

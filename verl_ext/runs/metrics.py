@@ -53,7 +53,7 @@ def metric_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
     def parse(row: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if not (isinstance(row.get("step"), int) and isinstance(row.get("data"), dict)):
-            raise ValueError("`step` is no integer, or `data` no object")
+            raise ValueError("`step` is not an integer, or `data` is not an object")
         return row["step"], row["data"]
 
     expected = """a line of verl's file logger, {"step": 1, "data": {"actor/entropy": 0.16, ...}}"""

@@ -87,7 +87,7 @@ def _of_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 @contextmanager
 def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
     if what := files.no_file(path):
-        raise Unreadable(f"{path} is {what}. Expected a file of Parquet. Remove it.")
+        raise Unreadable(f"{path} is {what}. Expected a Parquet file. Remove it.")
     try:
         with pq.ParquetFile(path) as file:
             check(path, file.schema_arrow)
@@ -96,8 +96,8 @@ def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
         if isinstance(error, OSError) and error.errno is not None:  # the file system's; a damaged footer has no errno
             raise
         raise Unreadable(
-            f"{path} cannot be read ({error}). Expected Parquet; the file was cut short or changed after it was "
-            "written. Remove it, or restore it."
+            f"{path} cannot be read ({error}). Expected Parquet; the file was truncated or changed after it was "
+            "written. Remove it or restore it."
         ) from error
 
 

@@ -57,7 +57,7 @@ def test_a_folder_is_read_file_by_file_and_lines_are_counted_with_empty_ones(tmp
     ("lines", "message"),
     [
         (['{"x": 1}', '{"x": '], r"a.jsonl, line 2: Expecting value.*; found .*x.*. Expected one JSON object a line"),
-        (["[1]"], r"a.jsonl, line 1: it is no JSON object; found '\[1\]'. Expected one JSON object a line"),
+        (["[1]"], r"a.jsonl, line 1: it is not a JSON object; found '\[1\]'. Expected one JSON object a line"),
     ],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, lines, message):

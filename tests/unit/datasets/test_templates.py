@@ -88,7 +88,7 @@ def test_a_template_that_asks_for_the_day_gets_the_same_in_sft_and_rollout(
 
 def test_a_prompt_that_the_template_refuses_is_named_by_the_rollout(with_template, roll_out):
     other = with_template(lambda template: ALTERNATE + template)
-    with pytest.raises(ValueError, match="the chat template refuses the prompt prompt-0, .*must alternate"):
+    with pytest.raises(ValueError, match="the chat template rejects the prompt prompt-0, .*must alternate"):
         roll_out(other, [], prompt={"raw_prompt": USER * 2})
 
 

@@ -128,7 +128,7 @@ def test_a_column_that_is_not_there_is_one_line_with_its_name(column, suffix, sa
         ("a.jsonl", "", "a.jsonl has no row"),
         ("a.jsonl", "\n\n", "a.jsonl has no row"),
         ("a.jsonl", '{"prompt": 1}\n{bad\n', "a.jsonl, line 2"),
-        ("a.jsonl", "[1, 2]\n", "line 1: it is no JSON object"),
+        ("a.jsonl", "[1, 2]\n", "line 1: it is not a JSON object"),
         ("a.csv", "prompt\n1\n", "expected a name that ends in .parquet or .jsonl or .json"),
         ("a[1].parquet", "", "has [, which `datasets` takes for a pattern"),
         ("a*.parquet", "", "has *, which"),

@@ -74,7 +74,7 @@ def test_another_failure_says_nothing_of_the_disk_and_an_older_one_does_not_coun
 def test_a_broken_off_checkpoint_is_offered_for_deletion_by_its_size(tmp_path):
     (tmp_path / ".saving").mkdir()
     (tmp_path / ".saving" / "model.pt").write_bytes(bytes(2_000_000))
-    assert f"`rm -r {tmp_path}/.saving` frees 2.0 MB of a checkpoint that was broken off." in disk.describe(tmp_path)
+    assert f"`rm -r {tmp_path}/.saving` frees 2.0 MB of an interrupted checkpoint." in disk.describe(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["global_step_20", "replaced/global_step_20"])

@@ -363,7 +363,7 @@ def test_a_full_disk_that_the_pipeline_meets_itself_is_named(monkeypatch, tmp_pa
         pipeline.main()
     message = str(ended.value)
     assert f"The disk is full: {tmp_path}/new (on " in message and " are free" in message
-    assert "`du -xh --max-depth=2 " in message and "the same command goes on from here" in message
+    assert "`du -xh --max-depth=2 " in message and "the same command continues from here" in message
 
 
 def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypatch, tmp_path):
@@ -404,7 +404,7 @@ def test_fresh_does_not_delete_the_folder_above_other_runs(monkeypatch, tmp_path
     for name in ("quickstart", "quickstart-2"):
         (tmp_path / "outputs" / name).mkdir(parents=True)
         (tmp_path / "outputs" / name / "stages.json").write_text("[]")
-    with pytest.raises(SystemExit, match=r"holds other runs \(quickstart, quickstart-2\). Name the run's own folder"):
+    with pytest.raises(SystemExit, match=r"holds other runs \(quickstart, quickstart-2\). Set --out"):
         pipeline.delete_run(tmp_path / "outputs")
     assert len(list((tmp_path / "outputs").iterdir())) == 2
 

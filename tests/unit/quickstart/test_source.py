@@ -69,10 +69,10 @@ def test_each_from_gets_a_folder_of_its_own_and_the_same_command_its_own_again(s
 
 def test_from_goes_with_neither_data_nor_sft_nor_its_own_folder(source, capsys):
     for arguments, said in (
-        (["--data=--rl=64"], "takes the data and the SFT as they are"),
-        (["--sft", "a=1"], "takes the data and the SFT as they are"),
+        (["--data=--rl=64"], "reuses data and SFT as they are"),
+        (["--sft", "a=1"], "reuses data and SFT as they are"),
         (["--out", str(source)], "are the same folder"),
-        (["--out", str(source.parent)], "holds the folder of --from"),
+        (["--out", str(source.parent)], "contains the folder of --from"),
     ):
         with pytest.raises(SystemExit):
             parse_options(["--from", str(source), *arguments])

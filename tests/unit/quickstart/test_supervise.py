@@ -230,9 +230,9 @@ print(json.dumps(messages))
 """
     failed, killed = run(code, tmp_path)
     log = tmp_path / "new folder" / "log.txt"
-    assert "ended with status 3." in failed and f"The end of {log}:" in failed
+    assert "failed with exit status 3." in failed and f"The end of {log}:" in failed
     assert "line 39" in failed and "line 15" in failed and "line 14\n" not in failed  # 25 lines
-    assert "ended with status -9." in killed
+    assert "failed with exit status -9." in killed
     assert log.read_text().count("line 0\n") == 2  # appended
 
 

@@ -232,5 +232,5 @@ def test_command_writes_both_files_and_prints_the_table(folder, capsys):
 
 
 def test_command_fails_with_one_message_for_a_wrong_folder(tmp_path):
-    with pytest.raises(SystemExit, match="No run at .*nowhere. Expected its folder; `bash scripts/quickstart.sh`"):
+    with pytest.raises(SystemExit, match="No run at .*nowhere. Expected the folder.*`bash scripts/quickstart.sh`"):
         main(["--run", str(tmp_path / "nowhere")])

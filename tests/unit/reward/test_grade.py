@@ -113,8 +113,8 @@ BROKEN = [
     ('{"response": "x", "reward_model": "1"}', "another form than verl's"),
     ("{broken", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Expected a JSON object"),
     ("", "Expected a JSON object, got ''"),
-    ("[1, 2]", "it is no JSON object. Expected a JSON object, got '[1, 2]'"),
-    ("null", "it is no JSON object"),
+    ("[1, 2]", "it is not a JSON object. Expected a JSON object, got '[1, 2]'"),
+    ("null", "it is not a JSON object"),
     ("[" * 100_000, "maximum recursion depth exceeded"),
 ]
 

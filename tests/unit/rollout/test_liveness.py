@@ -47,7 +47,7 @@ def test_one_that_is_killed_ends_the_wait_and_one_that_is_busy_does_not(actors):
     look(loops, 1.0)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(
-        RuntimeError, match=r"(?s)A process of the agent loops is gone.*goes on from the newest checkpoint"
+        RuntimeError, match=r"(?s)A process of the agent loops is gone.*continues from the newest checkpoint"
     ):
         look(loops, 30.0)
 
@@ -58,13 +58,13 @@ def test_one_that_rays_memory_monitor_killed_ends_the_wait(monkeypatch):
     from ray.exceptions import OutOfMemoryError
 
     def get(answer):
-        raise OutOfMemoryError("killed for memory")
+        raise OutOfMemoryError("killed by the kernel")
 
     monkeypatch.setattr(liveness, "LOOK_S", 0.0)
     monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
     monkeypatch.setattr(ray, "get", get)
     loops = liveness.AgentLoops([SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))])
-    with pytest.raises(RuntimeError, match="gone, and its rollouts with it: killed for memory"):
+    with pytest.raises(RuntimeError, match="gone, and its rollouts with it: killed by the kernel"):
         loops.check()
 
 

@@ -260,7 +260,7 @@ def test_a_server_that_sends_no_log_probs_when_asked_raises(
 
     real, log_probs = TokenOutput.__init__, sent and [sent] * len(answer)
     monkeypatch.setattr(TokenOutput, "__init__", lambda self, **kw: real(self, **kw | {"log_probs": log_probs}))
-    with pytest.raises(ValueError, match="sent 0 log-probs for" if sent is None else "no finite numbers, such as nan"):
+    with pytest.raises(ValueError, match="sent 0 log-probs for" if sent is None else "not finite, such as nan"):
         roll_out(tokenizer, [(answer, stop_reason, {})], logprobs=asked)
 
 

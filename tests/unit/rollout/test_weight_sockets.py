@@ -85,7 +85,7 @@ def test_a_server_that_answers_nothing_ends_the_update(transfer, fails_at, monke
     receiving = threading.Thread(target=receive, args=(receiver, load), daemon=True)
     if fails_at:
         receiving.start()
-    with pytest.raises(TimeoutError, match="took no weights from ipc:.*weights.sock in 3 s: its engine is dead, or"):
+    with pytest.raises(TimeoutError, match="took no weights from ipc:.*weights.sock for 3 s: its engine is dead or"):
         asyncio.run(sender.async_send_weights(weights()))
     if fails_at:
         receiving.join()

@@ -38,5 +38,5 @@ def test_a_step_that_was_not_recorded_is_told_with_those_that_were(tmp_path):
 def test_a_file_of_something_else_is_told(tmp_path):
     path_of(tmp_path, 1).parent.mkdir()
     torch.save({"lengths": torch.tensor([1])}, path_of(tmp_path, 1))
-    with pytest.raises(ValueError, match="step_1.pt is no recorded batch"):
+    with pytest.raises(ValueError, match="step_1.pt is not a recorded batch"):
         read_batch(tmp_path, 1)

@@ -60,7 +60,7 @@ def test_a_folder_that_is_no_run_says_what_was_looked_for_and_which_runs_are_in_
     (tmp_path / "empty").mkdir()
     with pytest.raises(NoRun, match="it holds nothing"):
         find_run(tmp_path / "empty")
-    with pytest.raises(NoRun, match="No run at .*nowhere. Expected its folder"):
+    with pytest.raises(NoRun, match="No run at .*nowhere. Expected the folder of a run"):
         find_run(tmp_path / "nowhere")
 
 

@@ -14,7 +14,7 @@ def test_a_half_written_last_line_is_left_out_and_said(tmp_path, caplog, half):
     path.write_bytes(b'{"a": 1}\n\n' + half)
     with caplog.at_level(logging.WARNING):
         assert list(jsonl.read(path)) == [{"a": 1}]
-    assert f"{path}: the last line is half written" in caplog.text
+    assert f"{path}: the last line is incomplete" in caplog.text
     jsonl.cut_half_line(path)
     assert path.read_bytes() == b'{"a": 1}\n\n'
     jsonl.cut_half_line(tmp_path / "nowhere.jsonl")
@@ -23,7 +23,7 @@ def test_a_half_written_last_line_is_left_out_and_said(tmp_path, caplog, half):
 
 def test_a_last_line_that_is_whole_and_no_object_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text('[{"a": 1}]')
-    with pytest.raises(jsonl.OtherForm, match="line 1: it is no JSON object"):
+    with pytest.raises(jsonl.OtherForm, match="line 1: it is not a JSON object"):
         list(jsonl.read(tmp_path / "rows.jsonl"))
 
 
@@ -36,7 +36,7 @@ def test_a_last_line_that_is_whole_but_for_its_end_counts(tmp_path):
     ("line", "seen"),
     [
         ('{"a": 1', "line 2: Expecting ',' delimiter"),
-        ("[1]", "line 2: it is no JSON object"),
+        ("[1]", "line 2: it is not a JSON object"),
         ('{"b": 1}', "line 2: no key 'a'"),
         ('{"a": "x"}', "line 2: invalid literal for int"),
         ('{"a": null}', "line 2: int.. argument must be"),

@@ -39,7 +39,7 @@ def test_what_is_no_parquet_or_cut_short_is_named(tmp_path, read):
     path = tmp_path / "a.parquet"
     for content in (b"", b"PAR1", b"no Parquet at all"):
         path.write_bytes(content)
-        with pytest.raises(parquet.Unreadable, match=f"{path} cannot be read .*cut short or changed"):
+        with pytest.raises(parquet.Unreadable, match=f"{path} cannot be read .*truncated or changed"):
             read(path)
     parquet.write(path, [{"x": 1}], SCHEMA)
     content = bytearray(path.read_bytes())

@@ -123,9 +123,9 @@ def listening(path: Path) -> None:
     [
         (fifo, "a FIFO"),
         (Path.mkdir, "a folder"),
-        (in_a_circle, "a link that leads in a circle"),
+        (in_a_circle, "a circular link"),
         (listening, "a socket"),
-        (lambda path: path.symlink_to("gone"), "a link to a file that is gone"),
+        (lambda path: path.symlink_to("gone"), "a link to a missing file"),
         (lambda path: path.symlink_to("/dev/zero"), "a device"),
     ],
 )

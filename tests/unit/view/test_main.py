@@ -21,7 +21,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
 
 def test_what_is_no_run_is_refused_by_name(monkeypatch, tmp_path: Path, run_folder: Path) -> None:
     assert f"No run at {tmp_path / 'none'}" in refusal(monkeypatch, tmp_path / "none")
-    assert "named more than once" in refusal(monkeypatch, run_folder, run_folder)
+    assert "given more than once" in refusal(monkeypatch, run_folder, run_folder)
 
 
 def test_a_port_that_is_taken_is_refused_with_what_to_do(monkeypatch, run_folder: Path) -> None:
