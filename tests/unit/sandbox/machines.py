@@ -4,12 +4,12 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from tests.unit.sandbox.server.test_isolation import OPEN_INTERPRETER, REFUSE, SECCOMP, UNSHARE
-from tests.unit.sandbox.server_process import LAUNCHER
+from tests.unit.sandbox.server_process import LAUNCHER, Server
 
 NOBODY = 'isolation.set_uid(65534)\nos.environ["HOME"] = "/"\n'
 AS_NOBODY = (
@@ -40,3 +40,22 @@ def machines(*names: str, slow: Sequence[str] = ()) -> list:
         pytest.param(name, marks=marks.get(name, [needs_root, needs_x86_64]) + [pytest.mark.slow] * (name in slow))
         for name in (*names, *slow)
     ]
+
+
+USUAL = machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user"))
+
+
+def server_on(params: list, *options: str, workers: int = 2, needs: str = "rlimits") -> Callable:
+    """Return a module's fixture: a server on each machine of `params`. It is skipped if the layer `needs` is off."""
+
+    @pytest.fixture(scope="module", params=params)
+    def start(request) -> Iterator[Server]:
+        server = Server("--preload", "", *options, workers=workers, launcher=MACHINES[request.param])
+        try:
+            if needs not in server.ping()["layers"]:
+                pytest.skip(f"no {needs} on this machine")
+            yield server
+        finally:
+            server.stop()
+
+    return start

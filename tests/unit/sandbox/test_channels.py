@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.machines import USUAL, server_on
 from tests.unit.sandbox.server.test_isolation import ALLOWED, EPERM, evaluate, needs_x86_64
-from tests.unit.sandbox.server_process import Server
 from verl_ext.sandbox.server import seccomp
 
 PRETENDED = 0x00050000
@@ -33,17 +32,7 @@ lock = struct.pack('hhqqi4x', {type}, 0, 0, 1, 0)
 READ_LOCK, WRITE_LOCK = 0, 1
 
 
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def server(request) -> Iterator[Server]:
-    server = Server("--preload", "", launcher=MACHINES[request.param])
-    if "seccomp" not in server.ping()["layers"]:
-        server.stop()
-        pytest.skip("no seccomp on this machine")
-    yield server
-    server.stop()
+server = server_on(USUAL, needs="seccomp")
 
 
 @pytest.mark.parametrize(

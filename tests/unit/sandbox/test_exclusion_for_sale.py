@@ -9,13 +9,12 @@ All of it runs inside a sandbox server. Two of the machines, with the layers in 
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.machines import USUAL, machines, server_on
 from tests.unit.sandbox.server_process import ANSWER_S, Server
 from verl_ext.sandbox import SandboxClient
 
@@ -224,22 +223,10 @@ time.sleep(9)""",
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
+server = server_on(USUAL, "--max-sessions", "4")
+forking = server_on(
+    machines("all layers", slow=("plain Docker", "ordinary user")), "--max-sessions", "4", "--allow-subprocess"
 )
-def server(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--max-sessions", "4", launcher=MACHINES[request.param])
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module", params=machines("all layers", slow=("plain Docker", "ordinary user")))
-def forking(request) -> Iterator[Server]:
-    options = ("--preload", "", "--max-sessions", "4", "--allow-subprocess")
-    server = Server(*options, launcher=MACHINES[request.param])
-    yield server
-    server.stop()
 
 
 def check(server: Server, code: str) -> None:

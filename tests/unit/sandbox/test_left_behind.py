@@ -1,25 +1,15 @@
 """What a program finds of earlier programs, and what it leaves to later ones and to the machine."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
-from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.machines import USUAL, server_on
 
 MARK = "qzLeftBehind"  # searchers write it backwards, so that none finds itself
 
 
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def server(request) -> Iterator[Server]:
-    """A server with one worker, of which all programs are forks."""
-    server = Server("--preload", "", workers=1, launcher=MACHINES[request.param])
-    yield server
-    server.stop()
+server = server_on(USUAL, workers=1)  # all programs are forks of the one worker
 
 
 def test_flags_and_offset_of_the_standard_streams_are_a_programs_own(server):

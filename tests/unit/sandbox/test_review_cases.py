@@ -3,11 +3,10 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines, needs_root
+from tests.unit.sandbox.machines import MACHINES, USUAL, needs_root, server_on
 from tests.unit.sandbox.server_process import Server
 
 SYNCFS = r"""
@@ -69,15 +68,7 @@ os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--po
 """
 
 
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def server(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--max-sessions", "4", launcher=MACHINES[request.param])
-    server.machine = request.param
-    yield server
-    server.stop()
+server = server_on(USUAL, "--max-sessions", "4")
 
 
 def test_syncfs_is_denied_and_its_program_is_a_timeout(server):
@@ -95,7 +86,7 @@ def test_disk_limit_holds(server):
     result = server.result(DISK)
     assert result["return_code"] != 0
     assert "no limit" not in result["stdout"]
-    expected = "No space left on device" if server.machine in ("all layers", "ordinary user") else "disk limit: "
+    expected = "No space left on device" if "root" in server.ping()["layers"] else "disk limit: "
     assert expected in result["stderr"]
     assert server.result("print(1)")["stdout"] == "1\n"
 

@@ -15,21 +15,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
-from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.machines import USUAL, server_on
 from verl_ext.sandbox import SandboxClient
 from verl_ext.sandbox.server import processes
 from verl_ext.sandbox.server.worker import Buffer
 
-
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def server(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--max-sessions", "4", launcher=MACHINES[request.param])
-    yield server
-    server.stop()
+server = server_on(USUAL, "--max-sessions", "4")
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
-from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.machines import USUAL, server_on
 from verl_ext.sandbox.server import preload
 
 PRELUDE = """
@@ -34,27 +33,8 @@ def map_shared(flags, fd=-1):
 MIB = 1 << 20
 
 
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def server(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[request.param])
-    if "seccomp" not in server.ping()["layers"]:
-        server.stop()
-        pytest.skip("no seccomp on this machine")
-    yield server
-    server.stop()
-
-
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def forking(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--allow-subprocess", launcher=MACHINES[request.param])
-    yield server
-    server.stop()
+server = server_on(USUAL, "--max-sessions", "2", needs="seccomp")
+forking = server_on(USUAL, "--allow-subprocess")
 
 
 UNCOUNTED = {

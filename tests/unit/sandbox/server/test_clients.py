@@ -324,6 +324,32 @@ async def test_new_connection_takes_the_place_of_the_one_that_waits_longest(port
         writer.close()
 
 
+async def test_newcomers_take_each_others_places_below_the_limit_too(port, monkeypatch):
+    """A connection that has sent a request is not one of them."""
+    monkeypatch.setattr(clients, "MAX_NEWCOMERS", 1)
+    request = b"GET /nothing HTTP/1.1\r\nHost: x\r\n"
+    kept, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request + b"\r\n")
+    assert (await kept.readline()).startswith(b"HTTP/1.1 404")
+    newcomers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    assert await newcomers[0][0].read() == b""
+    newcomers[0][1].close()
+    for reader, of_reader in ((kept, writer), newcomers[1]):
+        of_reader.write(request + b"Connection: close\r\n\r\n")
+        assert b"HTTP/1.1 404" in await reader.read()
+        of_reader.close()
+
+
+async def test_large_bodies_count_until_they_are_answered_and_no_longer(port, monkeypatch):
+    monkeypatch.setattr(body, "MAX_HELD_BYTES", 3 * MIB)
+    content = body_of(code="import time; time.sleep(0.5)  # " + "x" * (5 * MIB // 2))
+    request = post(content, "Connection: close")
+    both = await asyncio.gather(talk(port, request), talk(port, request))
+    assert sorted(answer[9:12] for answer in both) == [b"200", b"503"]
+    for _ in range(2):
+        assert (await talk(port, request))[9:12] == b"200"
+
+
 # --- the log
 
 MALFORMED = {

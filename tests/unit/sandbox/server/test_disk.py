@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.machines import MACHINES, machines, server_on
 from tests.unit.sandbox.server_process import REPOSITORY, Server, wait_until
 from verl_ext.sandbox.server import disk
 
@@ -209,7 +209,10 @@ def test_process_that_has_ended_hides_nothing(watch):
 # --- through the server
 
 
-@pytest.fixture(scope="module", params=machines("ordinary user in plain Docker", "plain Docker"))
+MOUNTS_REFUSED = machines("ordinary user in plain Docker", "plain Docker")
+
+
+@pytest.fixture(scope="module", params=MOUNTS_REFUSED)
 def server(request) -> Iterator[Server]:
     server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[request.param])
     yield server
@@ -218,11 +221,7 @@ def server(request) -> Iterator[Server]:
     assert "checked while they run, not enforced by the kernel" in stderr
 
 
-@pytest.fixture(scope="module", params=machines("ordinary user in plain Docker", "plain Docker"))
-def forking(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--allow-subprocess", launcher=MACHINES[request.param])
-    yield server
-    server.stop()
+forking = server_on(MOUNTS_REFUSED, "--allow-subprocess")
 
 
 WRITE = "import os, time\nfor i in range({files}): open(f'f{{i}}', 'wb').write(bytes(1) * {size})\n{after}"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines
-from tests.unit.sandbox.server_process import Server, wait_until
+from tests.unit.sandbox.machines import USUAL, server_on
+from tests.unit.sandbox.server_process import wait_until
 from verl_ext.sandbox.server.memory import PIPE_BYTES, SOCKET_BYTES, memory_excess
 
 MIB = 1 << 20
@@ -102,24 +102,8 @@ def fill_sparsely(count):  # a page table or two for each page
 """
 
 
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def server(request) -> Iterator[Server]:
-    server = Server("--preload", "", launcher=MACHINES[request.param])
-    yield server
-    server.stop()
-
-
-@pytest.fixture(
-    scope="module",
-    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
-)
-def forking(request) -> Iterator[Server]:
-    server = Server("--preload", "", "--allow-subprocess", launcher=MACHINES[request.param])
-    yield server
-    server.stop()
+server = server_on(USUAL)
+forking = server_on(USUAL, "--allow-subprocess")
 
 
 def test_page_tables_are_limited(server):
@@ -128,6 +112,10 @@ def test_page_tables_are_limited(server):
     assert "\nKilled: memory limit: it has more than " in result["stderr"]
     result = server.result(f"{PRELUDE}fill_sparsely(1_000); time.sleep(0.2); print('ok')", memory_limit_MB=256)
     assert (result["stdout"], result["return_code"]) == ("ok\n", 0), result
+
+
+def test_limit_comes_on_top_of_what_was_loaded_before(server):
+    assert server.result("import time; time.sleep(0.2); print('ok')", memory_limit_MB=4)["stdout"] == "ok\n"
 
 
 MANY = {
