@@ -2,21 +2,21 @@
 
     # a Hugging Face folder, by vLLM in this process
     python -m verl_ext.evaluate --model outputs/qwen2-32b_dapo/merged_step_400 --out outputs/evaluation/dapo
-    # what an OpenAI-compatible server serves
+    # the model of an OpenAI-compatible server
     python -m verl_ext.evaluate --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
     # a checkpoint of an SFT or RL run, merged first
     python -m verl_ext.evaluate --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
-    # figures only, of existing samples: an evaluation's, or those of a run's last validation
+    # only the figures of existing samples: those of an evaluation, or of a run's last validation
     python -m verl_ext.evaluate --samples outputs/run --compare outputs/other_run
 
-The settings are those of a run's YAML: protocol and limits from `retool`, lengths from `data`, sampling from
-`val_kwargs`, vLLM's from `rollout`. Without --config they are those of the run that the model's folder belongs to. For
-a model without a run they are those of {BASE}, with the GPUs of this machine, and you must give --protocol unless the
-model's chat template shows a call.
+The settings come from a run's YAML: protocol and limits from `retool`, lengths from `data`, sampling from `val_kwargs`,
+vLLM's from `rollout`. Without --config, this is the run that the model's folder belongs to. For a model without a run
+it is {BASE}, fitted to the GPUs of this machine, and you must give --protocol unless the model's chat template shows a
+call.
 
-The folder --out gets samples.jsonl (every sample as it ends), settings.json, result.json and result.md. The same
-command continues where it stopped. A sample with an infrastructure failure (sandbox, server, verifier) is in no figure,
-and the same command takes it again. The exit status is 0 if all samples are judged.
+The folder --out gets samples.jsonl (each sample when it ends), settings.json, result.json and result.md. The same
+command continues an interrupted evaluation. A sample with an infrastructure failure (sandbox, server, verifier) is in
+no figure, and the same command tries it again. The exit status is 0 if all samples are judged.
 """
 
 import argparse
@@ -71,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KNOWN as error:
         raise SystemExit(f"evaluate: {error}") from None
     except KeyboardInterrupt:
-        raise SystemExit("evaluate: interrupted; the same command goes on from here") from None
+        raise SystemExit("evaluate: interrupted; the same command continues from here") from None
     print(text)
     if out:
         print(f"{out / 'result.md'}, result.json")
     if not args.samples and result["samples"]["judged"] < result["samples"]["wanted"]:
-        raise SystemExit("evaluate: not all samples are judged; the same command takes the others")
+        raise SystemExit("evaluate: some samples are not judged; the same command tries them again")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,39 +88,44 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder")
     source.add_argument("--server", metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
-    of_run = "of an SFT or RL run: its folder, global_step_N, or its actor"
+    of_run = "checkpoint of an SFT or RL run: the run's folder, its global_step_N, or global_step_N/actor"
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help=of_run)
-    source.add_argument("--samples", type=Path, metavar="PATH", help="samples that are there; nothing is generated")
+    source.add_argument("--samples", type=Path, metavar="PATH", help="existing samples; nothing is generated")
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
-    add("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
-    add("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="output folder (default with --checkpoint: RUN/evaluation/global_step_N)",
+    )
+    add("--compare", type=Path, metavar="OTHER", help="result or samples to compare with")
     add("--config", help="YAML of configs/, or a run's hydra/config.yaml (default: see above)")
-    sets = f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
+    sets = f"{', '.join(NAMES)}, or a file; may be repeated (default: both years)"
     add("--data", action="append", metavar="SET", help=sets)
     add("--limit", type=int, metavar="N", help="only the first N problems of each set")
-    add("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")
+    add("--seed", type=int, default=0, help="seed of sampling and bootstrap (default: 0)")
     for flag, (key, kind) in SHORTHANDS.items():
         add(f"--{flag}", type=kind, metavar="X", help=f"short for {key}=X")
-    add("--sandbox-url", help="several with commas (default: $SANDBOX_URL; else one is started)")
-    add("--concurrency", type=int, default=256, metavar="N", help="samples in flight (default: 256)")
+    add("--sandbox-url", help="separate several by commas (default: $SANDBOX_URL, or a sandbox of this command)")
+    add("--concurrency", type=int, default=256, metavar="N", help="samples at a time (default: 256)")
     add("--draws", type=int, default=10_000, metavar="N", help="bootstrap resamples (default: 10000)")
     add = parser.add_argument_group("with --server").add_argument
     add("--tokenizer", type=Path, metavar="DIR", help="default: the folder that the server names")
-    add("--served-model", default="", metavar="NAME", help="default: the first that it serves")
+    add("--served-model", default="", metavar="NAME", help="default: the first model that it serves")
     add("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
     add("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
-    add("--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches")
+    add("--no-seeds", action="store_true", help="send no seeds: in long batches they crash vLLM on a CPU")
     args = parser.parse_intermixed_args(argv)
     args.data = args.data or list(NAMES)
     if not (args.out or args.checkpoint or args.samples):
-        parser.error("--out is needed: the folder for samples and result")
+        parser.error("give --out, the folder for samples and result")
     if args.server and not args.server.startswith(("http://", "https://")):
         parser.error(f"--server is {args.server!r}: expected a URL such as http://127.0.0.1:8000/v1")
     if args.overrides and args.samples:
         parser.error(f"{args.overrides[0]}: nothing is generated with --samples")
     if wrong := [each for each in args.overrides if "=" not in each and not each.startswith("~")]:
-        parser.error(f"{wrong[0]!r} is no override of the form KEY=VALUE")
+        parser.error(f"{wrong[0]!r} is not an override of the form KEY=VALUE")
     if args.api_key_env and args.api_key_env not in os.environ:
         parser.error(f"--api-key-env {args.api_key_env}: there is no such environment variable")
     for name in ("limit", "concurrency", "n", "draws"):
@@ -205,11 +210,11 @@ def _served(args: argparse.Namespace) -> Path | None:
 
 def _no_model(path: Path) -> str:
     if path.is_dir():
-        return f"{path} is no Hugging Face folder: it has no config.json. Merge a checkpoint first."
+        return f"{path} is not a Hugging Face folder: it has no config.json. Merge a checkpoint first."
     download = (
-        f" Of a model of the hub give the folder that `hf download {path}` prints." if not path.is_absolute() else ""
+        f" For a model on the hub, give the folder that `hf download {path}` prints." if not path.is_absolute() else ""
     )
-    return f"{path} is no folder here. Expected a Hugging Face folder, such as RUN/merged_step_N.{download}"
+    return f"{path} is not a folder. Expected a Hugging Face folder, such as RUN/merged_step_N.{download}"
 
 
 async def _take_samples(
@@ -236,7 +241,7 @@ async def _take_samples(
                 folder = args.tokenizer or Path(server.root or "")
                 if not (folder / "tokenizer_config.json").is_file():
                     raise ConfigError(
-                        f"The server names {server.root!r}, which is no folder here. Give --tokenizer DIR."
+                        f"The server names {server.root!r}, which is not a folder here. Give --tokenizer DIR."
                     )
             tokenizer = hf_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
             if args.server:
@@ -264,7 +269,9 @@ async def _take_samples(
     except (ServerRefused, TooFewGpus) as error:
         raise ConfigError(str(error)) from error
     except (ServerFailure, InfrastructureDown) as error:
-        raise SystemExit(f"evaluate: {error}\nWhat is done is kept; the same command goes on from here.") from None
+        raise SystemExit(
+            f"evaluate: {error}\nFinished samples are kept; the same command continues from here."
+        ) from None
 
 
 def set_environment() -> None:

@@ -19,7 +19,7 @@ _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class CheckpointError(ValueError):
-    """There is no whole checkpoint, or it cannot be merged."""
+    """There is no complete checkpoint, or it cannot be merged."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,27 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`;
-    for the quickstart's folder, that of its RL run, or else of its SFT run.
+    """Return the checkpoint that a path means: a run's folder (its newest complete step), `global_step_N`, or its
+    `actor`; for the quickstart's folder, that of its RL run, or else of its SFT run.
 
-    A step is whole if all ranks' shards are there, as its `checkpoint.json` lists them (manifest.py; the optimizer's
+    A step is complete if all ranks' shards are there, as its `checkpoint.json` lists them (manifest.py; the optimizer's
     may be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a later one, in
     `latest_checkpointed_iteration.txt`, which verl writes last. A step that was copied elsewhere, without that note
     next to it, is judged by its shards.
 
     Raises:
-        CheckpointError: there is no such folder or no whole step, or the named step is not whole.
+        CheckpointError: there is no such folder or no complete step, or the named step is not complete.
     """
     path = path.resolve()
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is no folder. Expected a run's folder, its global_step_N, or global_step_N/actor."
+            f"{path} is not a folder. Expected a run's folder, its global_step_N, or global_step_N/actor."
         )
     step_folder = path.parent if path.name == "actor" else path
     if (step := checkpoints.step_of(step_folder)) is not None:
         noted = checkpoints.tracked_step(step_folder.parent)
         if missing := _missing(step_folder, step if noted is None else noted):
-            raise CheckpointError(f"{step_folder} is not whole: {missing}. Take another step, or the run's folder.")
+            raise CheckpointError(f"{step_folder} is not complete: {missing}. Take another step, or the run's folder.")
         return Checkpoint(step_folder.parent, step, _shards(step_folder))
     path = checkpoints.runs_of(path)[-1]  # the last: RL
     steps, noted = checkpoints.steps(path), checkpoints.tracked_step(path)
@@ -63,7 +63,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
         if not _missing(checkpoints.path_of(path, step), noted or 0):
             return Checkpoint(path, step, _shards(checkpoints.path_of(path, step)))
     raise CheckpointError(
-        f"{path} has no whole checkpoint: steps {steps or 'none'}, noted as saved {noted or 'none'}. Expected "
+        f"{path} has no complete checkpoint: steps {steps or 'none'}, noted as saved {noted or 'none'}. Expected "
         "the folder of an SFT or RL run (trainer.default_local_dir), its global_step_N, or global_step_N/actor."
     )
 
@@ -82,7 +82,7 @@ def merge(checkpoint: Checkpoint) -> Path:
         if target.is_dir() and target.stat().st_mtime >= max(
             file.stat().st_mtime for file in checkpoint.shards.glob("*.pt")
         ):
-            print(f"{target}: merged already", flush=True)
+            print(f"{target} is merged already", flush=True)
             return target
         print(f"merging {checkpoint.shards} into {target}", flush=True)
         part = Path(f"{target}.part")
@@ -142,15 +142,15 @@ def settings_of(run: Path) -> tuple[str, list[str]]:
     """
     saved = run / "hydra" / "config.yaml"
     if not saved.is_file():
-        raise CheckpointError(f"{saved} does not exist, so that the run's settings are unknown. Give --config NAME.")
+        raise CheckpointError(f"{saved} does not exist, so the run's settings are unknown. Give --config NAME.")
     config = OmegaConf.load(saved)
     if "actor_rollout_ref" in config:
         return str(saved), []
     name = str(config.trainer.experiment_name).removesuffix("_sft") + "_dapo"
     if not (REPO / "configs" / f"{name}.yaml").is_file():
         raise CheckpointError(
-            f"{saved} is of an SFT run called {config.trainer.experiment_name!r}, and there is no configs/{name}.yaml. "
-            "Give --config with the RL run whose settings shall be taken."
+            f"{saved} belongs to the SFT run {config.trainer.experiment_name!r}, but there is no configs/{name}.yaml. "
+            "Give --config with the RL run whose settings you want."
         )
     return name, [f"retool.protocol={OmegaConf.select(config, 'data.retool.protocol') or 'code'}"]
 
@@ -161,7 +161,7 @@ def _shards(step_folder: Path) -> Path:
 
 
 def _missing(step_folder: Path, noted: int) -> str:
-    """Return what a step lacks to be whole, "" for nothing; `noted` is the step that the run has noted as whole."""
+    """Return what a step lacks, "" if it is complete; `noted` is the step that the run has noted as complete."""
     folder = _shards(step_folder)
     found = [tuple(map(int, m.groups())) for file in folder.iterdir() if (m := _SHARD.fullmatch(file.name))]
     if not found:
@@ -177,5 +177,5 @@ def _missing(step_folder: Path, noted: int) -> str:
     if (step_folder / checkpoints.MANIFEST).is_file():
         return checkpoints.problem(step_folder, lambda name: _SHARD.fullmatch(Path(name).name) is not None) or ""
     if checkpoints.step_of(step_folder) > noted:
-        return f"the run has noted step {noted} as its last whole one: saving this one was broken off"
+        return f"the run has noted step {noted} as its last complete one, so saving this one was interrupted"
     return ""

@@ -64,10 +64,14 @@ def _protocol(folder: Path | None) -> str:
     template = _chat_template(folder) if folder else ""
     if found := [name for name, start in _CALLS.items() if start in template]:
         return found[0]
-    where = f"{folder} lies in no run, and its chat template shows no call" if folder else "no folder of it is here"
+    where = (
+        f"{folder} is not in a run's folder, and its chat template shows no call"
+        if folder
+        else "the model's folder is not here"
+    )
     raise ConfigError(
-        f"The protocol that the model was trained for is unknown: {where}. Say --protocol code (<code> blocks, as in "
-        "ReTool's paper) or --protocol hermes (<tool_call> with JSON), or give --config with the YAML of its run."
+        f"The protocol that the model was trained for is unknown: {where}. Give --protocol code (<code> blocks, as in "
+        "ReTool's paper) or --protocol hermes (<tool_call> with JSON), or --config with the YAML of its run."
     )
 
 

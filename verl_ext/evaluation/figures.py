@@ -273,7 +273,7 @@ def format_comparison(
     """Format `comparison_tables` for a terminal, with the number of problems that are not in them."""
     blocks = list(map(align, comparison_tables(before, after, difference)))
     if unmatched := unmatched_problems(difference):
-        blocks.append(f"{unmatched} problems have judged samples in one dump only: not in the difference.")
+        blocks.append(f"{unmatched} problems have judged samples in only one dump and are not in the difference.")
     return "\n\n".join(blocks)
 
 

@@ -162,7 +162,7 @@ def check_match(unknown: int, samples: Sequence[Any], sources: Sequence[Path], d
         shown = " ".join(samples[0].input.split())[:160]
         named = ", ".join(map(str, sources))
         raise NoSamples(
-            f"None of the {len(samples):,} samples in {named} is of a problem of {data}. The text "
+            f"None of the {len(samples):,} samples in {named} belongs to a problem of {data}. The text "
             "of a problem must be the same in both: the same data, with the same instructions around the problem. The "
             f"first sample's prompt: {shown!r}"
         )

@@ -30,7 +30,9 @@ def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None
     rows: list[dict[str, Any]] = []
     names = [Path(source).stem for source in sources]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise DataError(f"Two sets are called {sorted(repeated)[0]}. Rename a file: samples are kept by that name.")
+        raise DataError(
+            f"Two sets are called {sorted(repeated)[0]}. Rename a file, because samples are named after it."
+        )
     for source, name in zip(sources, names, strict=True):
         found = _built_in(source, protocol) if source in NAMES else _from_file(source)
         found = found[:limit]
@@ -88,7 +90,7 @@ def _from_file(source: str) -> list[dict[str, Any]]:
             tools_kwargs = field(row, "extra_info.tools_kwargs", where, dict) if has_kwargs else {}
         except DataError as error:
             raise DataError(
-                f"{error} An evaluation needs verl's columns; data/prepare_jsonl.py makes them of problems and answers."
+                f"{error} An evaluation needs verl's columns; data/prepare_jsonl.py makes them from your problems."
             ) from None
         # As verl's data set does
         rows.append(row | {"raw_prompt": messages, "extra_info": info, "tools_kwargs": tools_kwargs})

@@ -72,12 +72,10 @@ def make_result(
         counts = ", ".join(f"{kind} {failed[kind]}" for kind in EVALUATION_FAILURES if failed[kind])
         blocks.append(
             f"**{wanted - judged} of {wanted} samples are not judged** (not taken {wanted - len(samples)}"
-            f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."
+            f"{'; ' + counts if counts else ''}). They are in no figure; the same command tries them again."
         )
     if short := figures["overall"].num_problems_short:
-        blocks.append(
-            f"{short} problems have fewer than k judged samples: their best@k and maj@k are of what there is."
-        )
+        blocks.append(f"{short} problems have fewer than k judged samples; best@k and maj@k use those that they have.")
     accuracy, behaviour = evaluation.evaluation_tables(figures)
     by_size = [["acc by k, 95% interval", "k", "pass@k", "maj@k"]]
     for group, curve in curves.items():
@@ -116,7 +114,7 @@ def _judged_somewhere(file: Path) -> list[Sample]:
     samples = read_dump(file)
     if all(sample.failure for sample in samples):
         kinds = dict(Counter(sample.failure for sample in samples)) or "it is empty"
-        raise NoSamples(f"No sample in {file} was judged: {kinds}. See the warnings of the evaluation.")
+        raise NoSamples(f"No sample in {file} was judged: {kinds}. See the warnings that the evaluation printed.")
     return samples
 
 
@@ -155,13 +153,13 @@ def _comparison(
     difference = evaluation.compare(before, samples, **settings)
     if not difference:
         raise NoSamples(
-            f"{file} and {other} have judged samples of no common problem. Problems are paired by data source and "
+            f"{file} and {other} have no judged problem in common. Problems are paired by data source and "
             "text: compare evaluations of the same data."
         )
     sides = evaluation.evaluate(before, **settings), evaluation.evaluate(samples, **settings)
     block = [f"## Compared with {other} (before)", *map(markdown, evaluation.comparison_tables(*sides, difference))]
     if unmatched := evaluation.unmatched_problems(difference):
-        block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
+        block.append(f"{unmatched} problems have judged samples on only one side and are not in the difference.")
     then, now = (flatten(_about(each).get("settings") or {}) for each in (other, file))
     differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
     if differing:

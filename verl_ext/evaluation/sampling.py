@@ -198,7 +198,9 @@ class Sampler:
     def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:
         name = row.get("agent_name") or self._default_loop
         if name not in self._protocols:
-            raise DataError(f"{row['uid']} names the agent loop {name!r}; there are {', '.join(self._protocols)}.")
+            raise DataError(
+                f"{row['uid']} names the agent loop {name!r}, expected one of {', '.join(self._protocols)}."
+            )
         if name not in self._loops:
             self._loops[name] = self._make_loop(protocol=self._protocols[name])
         return self._loops[name]
@@ -211,7 +213,7 @@ class Sampler:
         if len(self._failed_in_a_row) >= GIVE_UP_AFTER:
             raise InfrastructureDown(
                 f"The last {GIVE_UP_AFTER} samples failed ({', '.join(sorted(set(self._failed_in_a_row)))}): "
-                f"{row.get('error') or 'the sandbox does not answer; the warnings above say more'}"
+                f"{row.get('error') or 'the sandbox does not answer; see the warnings above'}"
             )
 
 

@@ -73,7 +73,7 @@ class VllmServer:
         if wanted > max(devices, 1):
             raise TooFewGpus(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size is {wanted}, but there are "
-                f"{devices} GPUs here. Lower them; on a CPU, take +hardware=cpu."
+                f"{devices} GPUs here. Lower them, or on a CPU add +hardware=cpu."
             )
         # vLLM 0.28.0, v1/worker/gpu_model_runner.py:3825 sets the generator of a seeded request back when its prompt is
         # computed in pieces. A CPU's generator cannot be set back, and the engine dies.
@@ -131,7 +131,7 @@ class VllmServer:
         except EngineDeadError as error:
             raise ServerFailure(f"vLLM's engine died: {error}") from error
         if not final.outputs or final.outputs[0].finish_reason in FAILED_STOPS:
-            raise ServerFailure("vLLM's engine failed the request, or aborted it")
+            raise ServerFailure("vLLM's engine failed or aborted the request")
         return TokenOutput(token_ids=list(final.outputs[0].token_ids), stop_reason="completed", extra_fields={})
 
     async def aclose(self) -> None:
@@ -250,7 +250,7 @@ class OpenAiServer:
     async def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
         choice = (await self._request("/completions", request))["choices"][0]
         if (reason := choice.get("finish_reason")) in FAILED_STOPS:
-            raise ServerFailure(f"{self.url} ended the request by {reason!r}")
+            raise ServerFailure(f"{self.url} ended the request with {reason!r}")
         return choice
 
     async def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class OpenAiServer:
             times = f"failed {self._max_attempts} times, the last time"
             raise ServerFailure(f"{self.url}{path} {times}: {error}") from error
         if not isinstance(answer, dict) or not ("choices" in answer or "data" in answer):
-            raise ServerFailure(f"{self.url}{path} answered {str(answer)[:200]!r}: expected `choices` or `data`")
+            raise ServerFailure(f"{self.url}{path} answered {str(answer)[:200]!r}, expected `choices` or `data`")
         return answer
 
     async def aclose(self) -> None:

@@ -23,7 +23,7 @@ _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
 
 
 class ConfigError(ValueError):
-    """There is no such YAML, it is not one of a run with tools, or it does not admit an override."""
+    """There is no such YAML, it belongs to no run with tools, or it does not accept an override."""
 
 
 def load_config(config: str, overrides: Sequence[str]) -> DictConfig:
@@ -41,7 +41,9 @@ def load_config(config: str, overrides: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{file}: {error}") from error
     if "retool" not in composed or "actor_rollout_ref" not in composed:
-        raise ConfigError(f"{file} has no sections `retool` and `actor_rollout_ref`: it is of no RL run with tools.")
+        raise ConfigError(
+            f"{file} has no sections `retool` and `actor_rollout_ref`: it belongs to no RL run with tools."
+        )
     return composed
 
 

@@ -15,7 +15,7 @@ SETTINGS = "settings.json"
 
 
 class OtherSettings(ValueError):
-    """The folder holds samples that were taken with other settings."""
+    """The folder holds samples that were made with other settings."""
 
 
 class Store:
@@ -36,15 +36,15 @@ class Store:
         if self.samples.exists() and self.samples.stat().st_size:
             if not path.exists():
                 raise OtherSettings(
-                    f"{folder} has {SAMPLES}, but no {SETTINGS} that says how they were taken. Delete it."
+                    f"{folder} has {SAMPLES}, but no {SETTINGS} that says how they were made. Delete it."
                 )
             there, now = (flatten(each) for each in (json.loads(path.read_text())["settings"], settings))
             changed = [key for key in there | now if there.get(key) != now.get(key)]
             if changed:
                 lines = "".join(f"  {key}: there {there.get(key)!r}, now {now.get(key)!r}\n" for key in changed)
                 raise OtherSettings(
-                    f"{folder} holds samples of other settings:\n{lines}"
-                    "Use the same settings to go on, another folder (--out) to start anew, or delete this one."
+                    f"{folder} holds samples made with other settings:\n{lines}"
+                    "Use the same settings to continue, another folder (--out) to start over, or delete this one."
                 )
         durable.write_text(path, json.dumps({"settings": settings, **about}, indent=1) + "\n")
         jsonl.cut_half_line(self.samples)

@@ -4,7 +4,7 @@
     python -m verl_ext.report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
     python -m verl_ext.report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
 
-The page presents what is in the run's folder; it names each missing part and what would produce it. report.html has the
+The page shows what is in the run's folder; it names each missing part and what makes it. report.html has the
 page's layout, comparison.py compares several runs.
 """
 
@@ -198,7 +198,7 @@ def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, An
     if summary["total_wall_s"] is not None:
         lines.append(f"All stages: {_duration(summary['total_wall_s'])}")
     makes = MAKES[run.kind]
-    lines += [f"Missing: {part}, {makes[part][0]} (`{makes[part][1]}` makes it)" for part in summary["missing"]]
+    lines += [f"Missing: {part}, {makes[part][0]} (to make it: {makes[part][1]})" for part in summary["missing"]]
     return "\n".join(lines)
 
 
@@ -322,12 +322,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = "folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared"
+    what = "folder of an RL run, an SFT run, an evaluation or a quickstart; several are compared"
     parser.add_argument("--run", type=Path, required=True, nargs="+", action="extend", metavar="RUN", help=what)
     parser.add_argument("--out", type=Path, help="folder of the comparison of several runs (default: the first run's)")
     args = parser.parse_args(argv)
     if args.out and len(args.run) == 1:
-        parser.error("--out is for several runs: the report of one run is written into its folder")
+        parser.error("--out is for several runs; the report of one run is written into its folder")
     try:
         if len(args.run) == 1:
             print(write_report(args.run[0]))

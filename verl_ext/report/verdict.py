@@ -145,7 +145,7 @@ def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *
     if difference["low"] <= 0 <= difference["high"]:
         if before["value"] == after["value"]:
             return f"{what} stays at {percent(after, interval=False)}", "unclear"
-        return f"{what} {span}, {points(difference)} points, an interval that holds 0", "unclear"
+        return f"{what} {span}, {points(difference)} points, an interval that contains 0", "unclear"
     rose = difference["low"] > 0
     return f"{what} {'rose' if rose else 'fell'} {span}", "improved" if rose == (best == 1.0) else "worse"
 
@@ -157,14 +157,14 @@ def _accuracy_sentence(run: RunRecord, top: Mapping[str, Any]) -> str:
     span = f"from {percent(top['before'])} to {percent(top['after'])}{steps}"
     change = f"on {_where(top)}: {points(top['difference'])} points"
     if top["difference"]["low"] <= 0 <= top["difference"]["high"]:
-        return f"{trainer} did not measurably change accuracy ({span}) {change}, an interval that holds 0."
+        return f"{trainer} did not measurably change accuracy ({span}) {change}, an interval that contains 0."
     return f"{trainer} {'raised' if top['difference']['low'] > 0 else 'lowered'} accuracy {span} {change}."
 
 
 def _one_sided(top: Mapping[str, Any], names: tuple[str, str]) -> str:
     side = next((side for side in ("after", "before") if top[side]), None)
     if side is None:
-        return f"No sample could be judged on {_where(top)}; see the excluded ones below."
+        return f"No sample could be judged on {_where(top)}; see the excluded samples below."
     name = names[side == "after"]
     return f"Accuracy {f'at {name}' if name.startswith('step') else name} is {percent(top[side])} on {_where(top)}."
 

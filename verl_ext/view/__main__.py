@@ -13,11 +13,13 @@ from verl_ext.view.data import Run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl_ext.view", description="Look at runs in the browser.")
+    parser = argparse.ArgumentParser(prog="python -m verl_ext.view", description="Show runs in a browser.")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, an evaluation, or the quickstart"
     )
-    parser.add_argument("--port", type=int, default=8400, help="on 127.0.0.1; 0 takes a free one (default: 8400)")
+    parser.add_argument(
+        "--port", type=int, default=8400, help="port on 127.0.0.1; 0 chooses a free one (default: 8400)"
+    )
     args = parser.parse_args()
     try:
         names = short_names(args.runs)
@@ -27,7 +29,7 @@ def main() -> None:
         sys.exit(str(error))
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", error)
-        sys.exit(f"Port {args.port} of {HOST} cannot be had ({why}). --port 0 takes a free one.")
+        sys.exit(f"Port {args.port} of {HOST} is not available ({why}). --port 0 chooses a free one.")
     port = listener.getsockname()[1]
     print(f"http://{HOST}:{port}/ shows {', '.join(names)}. Ctrl-C ends it.", flush=True)
     uvicorn.Server(uvicorn.Config(create_app(runs, port), log_level="warning")).run(sockets=[listener])

@@ -79,7 +79,7 @@ def state(request: Request) -> Response:
 def diagnose(request: Request) -> Response:
     """Show docs/guides/diagnose.md line by line, so that an alarm can point at a line."""
     if not curves.DIAGNOSE.is_file():
-        raise HTTPException(404, "docs/guides/diagnose.md is not beside this installation. It is in the repository.")
+        raise HTTPException(404, "docs/guides/diagnose.md is not installed here. It is in the repository.")
     return page(request, "diagnose.html", lines=curves.DIAGNOSE.read_text(encoding="utf-8").splitlines())
 
 
@@ -209,19 +209,19 @@ def _unlinked(link: re.Match) -> str:
 
 def refuse(request: Request, error: Exception) -> Response:
     """Show what was wrong with a request; an error of ours is named, and the command's terminal has its traceback."""
-    status, message = 500, f"The viewer failed ({type(error).__name__}: {error}). Its command has the traceback."
+    status, message = 500, f"The viewer failed ({type(error).__name__}: {error}). Its terminal shows the traceback."
     if isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
     elif isinstance(error, duckdb.OutOfMemoryException):
         status, most = 413, data.DATABASE["memory_limit"]
-        message = f"This page needs more than {most} of memory, the most that the viewer takes. Open a step or a group."
+        message = f"This page needs more than {most} of memory, the viewer's limit. Open a step or a group."
     return HTMLResponse(TEMPLATES.get_template("message.html").render(message=message), status, HEADERS)
 
 
 def run_of(request: Request) -> data.Run:
     runs, number = request.app.state.runs, request.path_params["run"]
     if number >= len(runs):
-        raise HTTPException(404, f"There is no run {number}. The command line names {len(runs)}, from 0.")
+        raise HTTPException(404, f"There is no run {number}. The command line names {len(runs)}, counted from 0.")
     return runs[number]
 
 
@@ -251,7 +251,9 @@ def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
 def sample_of(rows: Sequence[dict[str, Any]], session: str | None) -> dict[str, Any]:
     if found := [row for row in rows if str(row["session"]) == session]:
         return found[0]
-    raise HTTPException(404, f"This group has the sessions {', '.join(str(row['session']) for row in rows)}.")
+    raise HTTPException(
+        404, f"There is no such sample. This group has the sessions {', '.join(str(row['session']) for row in rows)}."
+    )
 
 
 def address(path: str, **query: Any) -> str:

@@ -136,13 +136,13 @@ class Run:
     def _gaps(self) -> Iterator[str]:
         files = store.files_of(self.folder)
         if lost := sum(self._lost.get(file.path, 0) for file in files):
-            yield f"{self.folder} has no record of {lost} groups: the recorder lost them, and the run's log says why."
+            yield f"{self.folder} has no records of {lost} groups, which the recorder lost. The run's log says why."
         recorded = {file.step for file in files if not file.validate}
         oldest = min(recorded, default=math.inf)  # retention removes older ones
         steps = self._metrics[1].curve("timing_s/step")[0][:-2]  # the newest may not have been written yet
         if gaps := [step for step in steps if oldest < step and step not in recorded]:
-            what = f"{self.folder} has metrics and no records of {len(gaps)} steps from {gaps[0]} to {gaps[-1]}."
-            yield f"{what} The run's log says why, or the run was started again and takes these steps once more."
+            what = f"{self.folder} has metrics but no records of {len(gaps)} steps from {gaps[0]} to {gaps[-1]}."
+            yield f"{what} The run's log says why, unless the run was restarted and repeats these steps."
 
     def faults(self, kind: str = "trajectories") -> list[tuple[str, str]]:
         """Return (key, what is wrong) for each file of a kind that cannot be read."""
@@ -153,7 +153,7 @@ class Run:
         """Return what is wrong with a file, "" if it is gone; by its footer, or, with `columns=None`, by all of it."""
         try:
             if what := no_file(path):
-                return f"{path} is {what}, and no file of records."
+                return f"{path} is {what}, not a file of records."
         except OSError as error:
             return "" if isinstance(error, FileNotFoundError) else f"{path} cannot be read ({error})."
         state = state_of(path)
@@ -258,7 +258,7 @@ def _metrics_fault(path: Path) -> Exception | None:
 
 MARKS = {
     "wrong": ("wrong", "acc = 0"),
-    "failed": ("a call failed", "len(list_filter(calls, lambda c: c.fault IS NOT NULL)) > 0"),
+    "failed": ("with a failed call", "len(list_filter(calls, lambda c: c.fault IS NOT NULL)) > 0"),
     "out": ("left out of every batch", "NOT validate AND trained_step IS NULL AND outcome <> 'open'"),
     "cut": ("cut by the budget", f"end_reason = '{RolloutEnd.MAX_TOKENS}'"),
 }  # name in a page's address -> description of a rollout, condition

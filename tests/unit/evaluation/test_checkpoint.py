@@ -56,13 +56,13 @@ def test_of_a_run_the_newest_whole_step_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "noted", "path", "message"),
     [
-        ({}, None, "nowhere", "is no folder"),
-        ({}, None, "", "no whole checkpoint: steps none, noted as saved none"),
+        ({}, None, "nowhere", "is not a folder"),
+        ({}, None, "", "no complete checkpoint: steps none, noted as saved none"),
         ({5: {}}, None, "", r"steps \[5\], noted as saved none"),
         ({5: {"without": (0,)}}, 5, "", r"steps \[5\], noted as saved 5"),
         ({5: {"without": (0, 2), "ranks": 4}}, 5, "global_step_5", r"lacks the shards of ranks \[0, 2\] of 4"),
         ({5: {"ranks": 0}}, 5, "global_step_5", "has no model_world_size"),
-        ({5: {}, 6: {}}, 5, "global_step_6", "noted step 5 as its last whole one"),
+        ({5: {}, 6: {}}, 5, "global_step_6", "noted step 5 as its last complete one"),
     ],
 )
 def test_what_is_not_whole_is_refused_with_what_is_missing(tmp_path, steps, noted, path, message):
@@ -197,5 +197,5 @@ def test_an_rl_run_is_evaluated_with_its_own_settings_and_sft_with_those_of_its_
     config.write_text("data: {retool: {protocol: hermes}}\ntrainer: {experiment_name: qwen2-32b_sft}\n")
     assert settings_of(tmp_path) == ("qwen2-32b_dapo", ["retool.protocol=hermes"])
     config.write_text("data: {}\ntrainer: {experiment_name: mine}\n")
-    with pytest.raises(CheckpointError, match="'mine', and there is no configs/mine_dapo.yaml"):
+    with pytest.raises(CheckpointError, match="'mine', but there is no configs/mine_dapo.yaml"):
         settings_of(tmp_path)

@@ -77,8 +77,8 @@ def test_a_protocol_that_nobody_says_is_asked_for_and_one_that_is_given_counts(t
     folder = model(tmp_path / "m", template="{{ messages }}")
     if broken is not None:
         (folder / "tokenizer_config.json").write_text(broken)
-    for where, named in ((folder, str(folder)), (None, "no folder of it is here")):
-        with pytest.raises(ConfigError, match="Say --protocol code .*or --protocol hermes.*or give --config") as error:
+    for where, named in ((folder, str(folder)), (None, "the model's folder is not here")):
+        with pytest.raises(ConfigError, match="Give --protocol code .*or --protocol hermes.*or --config") as error:
             choose(where, ["retool.traceback=full"], in_process=False)
         assert named in str(error.value)
         for given in (f"{PROTOCOL}code", f"++{PROTOCOL}code"):
@@ -144,6 +144,8 @@ def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, 
     assert config.actor_rollout_ref.rollout.val_kwargs.n == 3
     assert f"evaluate: settings of the model's run, {tmp_path / 'run'}" in capsys.readouterr().out
     server["said"]["root"] = "Qwen/Qwen3-4B"  # on another machine, or from the hub
-    with pytest.raises(SystemExit, match="evaluate: The protocol .* no folder of it is here. Say --protocol code"):
+    with pytest.raises(
+        SystemExit, match="evaluate: The protocol .* the model's folder is not here. Give --protocol code"
+    ):
         main(argv)
     assert _settings(parse_args([*argv, "--protocol", "code"]), None)[0].retool.protocol == "code"

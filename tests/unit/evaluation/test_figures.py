@@ -257,7 +257,7 @@ def test_problems_of_one_side_only_are_left_out_and_said(samples):
     assert (difference["tiny_tools"].num_problems, difference["tiny_tools"].num_unmatched) == (1, 2)
     assert difference["tiny_tools"].metrics["acc/mean@k"].value == 1.0
     table = format_comparison(evaluate(before, draws=10), evaluate(after, draws=10), difference)
-    assert "2 problems have judged samples in one dump only" in table
+    assert "2 problems have judged samples in only one dump" in table
 
 
 def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples):

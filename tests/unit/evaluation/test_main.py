@@ -29,8 +29,8 @@ def test_arguments_and_overrides_may_stand_in_any_order():
     [
         ([], "one of the arguments --model --server --checkpoint --samples is required"),
         (["--model", "m", "--server", "http://x/v1", "--out", "o"], "not allowed with argument"),
-        (["--model", "m"], "--out is needed"),
-        (["--model", "m", "--out", "o", "aime_2025"], "'aime_2025' is no override of the form KEY=VALUE"),
+        (["--model", "m"], "give --out, the folder"),
+        (["--model", "m", "--out", "o", "aime_2025"], "'aime_2025' is not an override of the form KEY=VALUE"),
         (["--samples", "s", "retool.protocol=code"], "nothing is generated with --samples"),
         (["--server", "localhost:8000", "--out", "o"], "--server is 'localhost:8000': expected a URL"),
         (["--server", "http://x/v1", "--out", "o", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY: there is no such"),
@@ -62,15 +62,15 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
     [
         (["--samples", "{tmp}"], "No samples at"),
         (["--samples", "{tmp}/m/config.json"], "config.json, line 1: no key uid.* Expected a row of verl's validation"),
-        (["--model", "{tmp}", "--out", "{tmp}/o"], "is no Hugging Face folder: it has no config.json"),
-        (["--model", "Qwen/Qwen3-4B", "--out", "{tmp}/o"], "Qwen3-4B is no folder here.*of the hub .*`hf download"),
-        (["--model", "{tmp}/m", "--out", "{tmp}/o"], "/m lies in no run.* shows no call. Say --protocol code .*hermes"),
-        (["--checkpoint", "{tmp}"], "has no whole checkpoint"),
+        (["--model", "{tmp}", "--out", "{tmp}/o"], "is not a Hugging Face folder: it has no config.json"),
+        (["--model", "Qwen/Qwen3-4B", "--out", "{tmp}/o"], "Qwen3-4B is not a folder.*on the hub.*`hf download"),
+        (["--model", "{tmp}/m", "--out", "{tmp}/o"], "/m is not in a run's folder.* Give --protocol code .*hermes"),
+        (["--checkpoint", "{tmp}"], "has no complete checkpoint"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--compare", "{tmp}/before"], "No samples at .*/before"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "qwen2"], "qwen2.yaml does not exist.*qwen2-32b_dapo"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--protocol=code", "--data", "x.parquet"], "x.parquet is neither"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "retool.protocl=code"], "Could not override 'retool.protocl'"),
-        (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "tiny_sft"], "is of no RL run with tools"),
+        (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "tiny_sft"], "belongs to no RL run with tools"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_evaluated_ends_with_one_line(tmp_path, argv, message, capsys):

@@ -315,7 +315,7 @@ def test_the_command_refuses_a_run_of_other_problems(command, data, tmp_path):
     problems.assign(prompt=[prompt(f"Find {number}.") for number in range(4)]).to_parquet(data)
     (tmp_path / "run" / "validation").mkdir(parents=True)
     write_dump(tmp_path / "run" / "validation" / "0.jsonl", [sample_row("Find 9.", 1)])
-    with pytest.raises(SystemExit, match="filter_by_pass_rate: None of the 1 samples in .*run is of a problem of"):
+    with pytest.raises(SystemExit, match="filter_by_pass_rate: None of the 1 samples in .*run belongs to a problem of"):
         command("--dumps", tmp_path / "run", "--unjudged", "keep")
     with pytest.raises(SystemExit, match="filter_by_pass_rate: No samples at .*nowhere"):
         command("--dumps", tmp_path / "nowhere")

@@ -134,7 +134,7 @@ def test_samples_of_other_problems_are_an_error_that_shows_one(tmp_path):
     samples = read_past_samples(write(tmp_path / "0.jsonl", [judged("other", 1)])).samples
     _, unknown = tally(samples, [{"prompt": prompt("Find a.")}])
     with pytest.raises(
-        NoSamples, match="None of the 1 samples in /run is of a problem of /data.*user Find other. assi"
+        NoSamples, match="None of the 1 samples in /run belongs to a problem of /data.*user Find other. assi"
     ):
         check_match(unknown, samples, [Path("/run")], Path("/data"))
     check_match(unknown - 1, samples, [Path("/run")], Path("/data"))

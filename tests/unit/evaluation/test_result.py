@@ -62,7 +62,7 @@ def test_the_difference_is_from_the_other_and_says_what_else_differs(tmp_path):
     }
     assert comparison["settings"] == {"temperature": [0.6, 1.0]}
     assert "- temperature: 0.6 -> 1.0" in text and "+1.000 [+0.081, +1.000]" in text and "0.0312" in text
-    assert "1 problems have judged samples on one side only" in text
+    assert "1 problems have judged samples on only one side" in text
     backwards, _ = make_result(before, compared_with=after, draws=100)
     assert backwards["comparison"]["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == -1.0
 
@@ -122,7 +122,7 @@ def test_without_samples_there_is_no_result(tmp_path):
     with pytest.raises(NoSamples, match="'sandbox_failure': 1"):
         make_result(failed)
     one, other = (evaluation(tmp_path / name, [row(name, 0, 1)]) for name in ("b", "c"))
-    with pytest.raises(NoSamples, match="no common problem"):
+    with pytest.raises(NoSamples, match="no judged problem in common"):
         make_result(one, compared_with=other)
 
 

@@ -279,7 +279,7 @@ def test_failures_among_samples_that_end_well_do_not_stop_the_run(config, tokeni
     ("row", "message"),
     [
         (problem(1, raw_prompt=[{"role": "user", "content": "1" * 100}]), "mine:1 has 1.. tokens, but data.max_prompt"),
-        (problem(1, agent_name="retool_xml"), "names the agent loop 'retool_xml'; there are retool, retool_code"),
+        (problem(1, agent_name="retool_xml"), "names the agent loop 'retool_xml', expected one of retool, retool_code"),
     ],
 )
 def test_what_cannot_be_rolled_out_is_said_before_anything_is(config, tokenizer, tmp_path, row, message):

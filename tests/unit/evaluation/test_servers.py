@@ -180,7 +180,7 @@ async def test_a_request_that_the_engine_did_not_end_is_a_failure(tokenizer, rea
     current = [text_only("")]
     async with connected(tokenizer, lambda request: current[0](request)) as (server, _):
         current[0] = text_only("\\boxed{2", reason)
-        with pytest.raises(ServerFailure, match=f"ended the request by '{reason}'"):
+        with pytest.raises(ServerFailure, match=f"ended the request with '{reason}'"):
             await turn(server, [1])
 
 
@@ -199,7 +199,7 @@ async def test_what_is_no_completion_is_a_failure(tokenizer, text, content_type)
     current = [text_only("")]
     async with connected(tokenizer, lambda request: current[0](request), max_attempts=2) as (server, _):
         current[0] = lambda request: web.Response(text=text, content_type=content_type)
-        with pytest.raises(ServerFailure, match="answered .*: expected `choices`"):
+        with pytest.raises(ServerFailure, match="answered .*, expected `choices`"):
             await turn(server, [1])
 
 

@@ -40,7 +40,7 @@ def test_other_settings_are_refused_by_name(tmp_path, now, message):
     store = Store(tmp_path, SETTINGS, {})
     store.add({"uid": "p_0_0"})
     store.close()
-    with pytest.raises(OtherSettings, match="holds samples of other settings") as error:
+    with pytest.raises(OtherSettings, match="holds samples made with other settings") as error:
         Store(tmp_path, now, {})
     assert message in str(error.value) and "--out" in str(error.value) and str(error.value).count("now") == 1
     assert json.loads((tmp_path / "settings.json").read_text())["settings"] == SETTINGS

@@ -57,7 +57,7 @@ def test_an_accuracy_that_stays_at_zero_stands_beside_the_one_that_rose():
 def test_an_interval_that_holds_zero_is_no_improvement_and_one_below_is_worse():
     unclear = judge(a_run(), two_sources(*UP, ood=(0.10, 0.14, (0.04, -0.02, 0.09))))
     assert unclear.not_improved == [
-        "accuracy on x_ood from 10.0% to 14.0%, +4.0 [-2.0, +9.0] points, an interval that holds 0"
+        "accuracy on x_ood from 10.0% to 14.0%, +4.0 [-2.0, +9.0] points, an interval that contains 0"
     ]
     worse = judge(a_run(), two_sources(*UP, ood=(0.50, 0.30, (-0.2, -0.3, -0.1))))
     assert worse.not_improved == ["accuracy on x_ood fell from 50.0% to 30.0%"]

@@ -200,7 +200,7 @@ def test_an_error_of_ours_is_named_on_a_page_like_the_others(client: TestClient,
      "/run/0/step_000002/group?uid=s2-p1&a=0&b=1", "/run/0/step_000002/sample?uid=s2-p1&session=1&colour=ratio"],
 )  # fmt: skip
 def test_every_page_leads_to_itself_as_a_file_without_dead_controls(client: TestClient, page: str) -> None:
-    link = html.unescape(re.search(r'<a href="([^"]*)">This page as a file</a>', client.get(page).text)[1])
+    link = html.unescape(re.search(r'<a href="([^"]*)">Save this page</a>', client.get(page).text)[1])
     assert unquote(link) == page + ("&" if "?" in page else "?") + "export=1"
     file = client.get(link).text
     assert re.findall(r"<(a|form|button|select|input|nav)\b", file) == ["a"], "to the content"

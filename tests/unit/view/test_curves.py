@@ -53,14 +53,19 @@ def test_what_our_own_runs_and_the_published_one_log_raises_no_alarm_of_the_rati
     [
         ("actor/entropy", [0.5, 0.5, 0.1, 0.1], "entropy collapses: from 0.5 to 0.1", "## Entropy falls"),
         ("actor/entropy", [0.1, 0.1, 0.5, 0.5], "entropy grows", "## Entropy rises"),
-        ("tool/code_ratio", [0.8, 0.8, 0.2, 0.2], "80.0% of the responses ran code, now 20.0%", "## It stops calling"),
-        ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: 0.0%, now 20.0%", "- **Truncated."),
+        (
+            "tool/code_ratio",
+            [0.8, 0.8, 0.2, 0.2],
+            "Tool use falls: from 80.0% to 20.0% of the responses",
+            "## It stops calling",
+        ),
+        ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: from 0.0% to 20.0%", "- **Truncated."),
         ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Excluded responses"),
         ("failure/share_raised", [0.1], "10.0% of the groups have a rollout that raised", "## Excluded responses"),
-        ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from the log-probs", "- If `actor/ppo_kl`"),
-        ("actor/skipped_updates_total", [0.0, 2.0], "Updates are skipped, 2 a step", "## Skipped updates"),
+        ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from its old log-probs", "- If `actor/ppo_kl`"),
+        ("actor/skipped_updates_total", [0.0, 2.0], "Updates are skipped, 2 per step", "## Skipped updates"),
         ("rollout_corr/kl", [0.3], "0.3 nats per token from the weights that wrote", "- If `rollout_corr/kl`"),
-        ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- If `training/rollout_actor"),
+        ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by only 0.900", "- If `training/rollout_actor"),
     ],
 )
 def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, says, heading) -> None:
@@ -108,7 +113,10 @@ def test_an_entropy_that_falls_is_an_alarm_unless_accuracy_rises(viewer, tmp_pat
 def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
     page = client.get("/").text
     assert "9 checks could not run" in page and "No alarm." in page
-    assert "The run has no value, or fewer than four, of train/truncation_rate, failure/share_sandbox_failure" in page
+    assert (
+        "The run has logged no value, or fewer than four, for train/truncation_rate, failure/share_sandbox_failure"
+        in page
+    )
 
 
 def test_a_run_in_which_no_alarm_could_look_at_anything_is_not_called_well(viewer, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_a_run_in_which_no_alarm_could_look_at_anything_is_not_called_well(viewe
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/loss": 0.5}}\n')
     page = viewer(tmp_path / "run").get("/").text
-    assert "Nothing to look at." in page and "11 checks could not run" in page and "No alarm." not in page
+    assert "No check could run." in page and "11 checks could not run" in page and "No alarm." not in page
 
 
 def test_a_thousand_steps_of_as_many_keys_as_verl_logs_are_drawn_at_once() -> None:

@@ -74,9 +74,9 @@ def test_what_the_records_lack_is_told(client: TestClient, run_folder: Path) -> 
         path = store.path_of(run_folder, "trajectories", step)
         store.write(path, "trajectories", store.read(path), {LOST_KEY: lost})
     for page in ("/", "/run/0/step_000001"):
-        assert f"{run_folder} has no record of 4 groups" in client.get(page).text
+        assert f"{run_folder} has no records of 4 groups" in client.get(page).text
     store.path_of(run_folder, "trajectories", 3).unlink()
-    assert "has no record of 3 groups" in client.get("/").text
+    assert "has no records of 3 groups" in client.get("/").text
 
 
 def test_steps_without_records_are_named(client: TestClient, run_folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_steps_without_records_are_named(client: TestClient, run_folder: Path) -
         store.path_of(run_folder, "trajectories", step).unlink()
     lines = [json.dumps({"step": step, "data": {"timing_s/step": 1.0}}) for step in range(1, 11)]
     (run_folder / "metrics-1790000001.jsonl").write_text("\n".join(lines) + "\n")
-    assert f"{run_folder} has metrics and no records of 3 steps from 5 to 8." in client.get("/").text
+    assert f"{run_folder} has metrics but no records of 3 steps from 5 to 8." in client.get("/").text
     for step in (5, 7, 8):
         write_step(run_folder, step)
     assert "no records" not in client.get("/").text

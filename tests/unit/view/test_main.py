@@ -28,7 +28,7 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do(monkeypatch, run_folder
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         assert taken.getsockname()[0] == "127.0.0.1"
-        assert f"Port {port} of 127.0.0.1 cannot be had" in refusal(monkeypatch, run_folder, "--port", port)
+        assert f"Port {port} of 127.0.0.1 is not available" in refusal(monkeypatch, run_folder, "--port", port)
     assert "0-65535" in refusal(monkeypatch, run_folder, "--port", 99999)
 
 

@@ -37,5 +37,5 @@ def test_a_run_without_judged_responses_of_training_is_named(viewer, tmp_path: P
     folder = tmp_path / "validated"
     write_step(folder, 0, validate=True)
     page = viewer(folder, write_run(tmp_path / "run_b")).get("/code").text
-    said = "</bdi> has no judged responses of steps of training."
+    said = "</bdi> has no judged responses of training steps."
     assert f"<bdi>validated{said}" in page and f"<bdi>run_b{said}" not in page

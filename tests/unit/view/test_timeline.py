@@ -51,7 +51,7 @@ def test_the_longest_intervals_of_a_lane_are_listed_with_links(client: TestClien
                 ended = min(end, turn["started_s"] + turn["generate_s"])
                 of_server.setdefault(turn["server"], []).append(ended - max(start, turn["started_s"]))
     for server, seconds in of_server.items():
-        part = page.split(f"The longest of {server}")[1].split("</details>")[0]
+        part = page.split(f"Longest in {server}")[1].split("</details>")[0]
         listed = re.findall(r"<li>generate ([\d.]+) s, <a href=\"([^\"]*)\">", part)
         longest = sorted(seconds, reverse=True)[: timeline.LONGEST]
         assert [float(shown) for shown, _ in listed] == pytest.approx(longest, abs=0.01)

@@ -62,7 +62,7 @@ def test_a_token_of_the_tool_that_trains_raises_the_red_banner(client: TestClien
     victim["mask"] = True
     store.write(path, "tokens", rows)
     page = client.get(SAMPLE, params={"uid": "s2-p1", "session": victim["session"]}).text
-    assert f"1 token trained that the model did not write (mask 1), at {victim['position']}.</p>" in page
+    assert f"1 token was trained that the model did not write (mask 1), at {victim['position']}.</p>" in page
 
 
 def test_a_token_that_trains_is_seen_by_either_sign() -> None:
