@@ -213,7 +213,7 @@ def test_summary_has_the_same_keys_whatever_is_missing(folder):
 
 def test_a_metric_that_was_not_logged_is_named_in_its_place(folder):
     add_training(folder)
-    assert "The run's metrics hold no <code>critic/score/mean</code>" in written(folder)[1]
+    assert "The run's metrics have no <code>critic/score/mean</code>" in written(folder)[1]
 
 
 def test_without_evaluations_training_rollouts_are_shown(folder):
