@@ -61,11 +61,23 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
         if not (is_word or value is None or of.is_open(key) or of.has_type_of(value, defaults.get(key))):
             kinds = type(value).__name__, type(defaults[key]).__name__
             yield warn(f"{key} is {value!r} ({kinds[0]}), but verl's default is a {kinds[1]} -> Correct it.")
+    if run.has_own_reward:
+        yield from _unknown_of_reward(run.get("reward.reward_kwargs", {}))
     for problem in run.own_problems("unknown", "missing"):
         hint = "Set it as in configs/shared/ (retool.yaml; of SFT sft.yaml; of checkpoints every_run.yaml)."
         if problem.kind == "unknown":
             hint = did_you_mean(problem.key, problem.known, "Remove it.")
         yield fail(f"{problem.message} -> {hint}")
+
+
+def _unknown_of_reward(section: dict) -> Iterator[Finding]:
+    """Report what RewardOptions would refuse, before the import of torch that it needs."""
+    known = [f"reward.reward_kwargs.{key}" for key in of.reward_keys()]
+    for prefix, part in (("", section), ("overlong_buffer_cfg.", section.get("overlong_buffer_cfg"))):
+        for key in (f"reward.reward_kwargs.{prefix}{name}" for name in part or ()):
+            if key not in known:
+                hint = did_you_mean(key, known, "Remove it.")
+                yield fail(f"{key} is not a setting of verl_ext's reward manager, which would refuse it -> {hint}")
 
 
 def explain(error: Exception, name: str, folder: Path) -> Finding:
@@ -82,9 +94,21 @@ def explain(error: Exception, name: str, folder: Path) -> Finding:
     return fail(f"{name} cannot be composed: {text} -> {hint or 'Correct the YAML or the override.'}")
 
 
+def check_verifiers(run: Run) -> Iterator[Finding]:
+    """Check that the verifiers under `reward.reward_kwargs` can be imported, by importing them."""
+    if not run.has_own_reward:
+        return
+    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
+
+    try:
+        Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
+    except Exception as error:  # from whatever a verifier's author wrote
+        yield fail(f"{error} -> Correct reward.reward_kwargs.verifiers, or the module that it names.")
+
+
 def check_reward(run: Run) -> Iterator[Finding]:
-    """Check `reward.reward_kwargs` with the class that reads it. Imports verl."""
-    if not run.is_rl or "verl_ext" not in str(run.get("reward.reward_manager.module.path", "")):
+    """Check the values of `reward.reward_kwargs` with the class that reads them. Imports verl and torch."""
+    if not run.has_own_reward:
         return
     from verl_ext.reward.manager import RewardOptions
 

@@ -1,9 +1,11 @@
 """Whether data files exist, are readable, have columns that fit each other, and suit the protocol and agent loops."""
 
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.datasets.peek import Sample, first_rows
 from verl_ext.doctor.finding import Finding, fail, ok, warn
@@ -14,8 +16,11 @@ from verl_ext.doctor.suggest import did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from verl_ext.reward.verifiers import Verifiers
+
 PATTERNS = ("*", "[", "::")  # `datasets`, with which verl reads RL's files, takes them in a path for a pattern or chain
 FIRST_ROWS = 64  # rows of a file that the quick part reads
+QUICK_TESTS = 2**13  # characters of a file's tests that it reads: a tenth of a second
 TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call; prompts that ask for calls of one protocol have its tag
 PARTS = {"system": "prompt", "user": "prompt", "assistant": "trace"}  # role -> what its messages are
 
@@ -134,34 +139,62 @@ def check_agent_names(run: Run) -> Iterator[Finding]:
                     -> {did_you_mean(str(name), loops)} There are {", ".join(sorted(loops))}.""")
 
 
-def check_code_tests(run: Run) -> Iterator[Finding]:
-    """Check that the rows for the verifier of code have tests, and that these can judge a program."""
-    from verl_ext.reward.verifiers import Verifiers
-    from verl_ext.reward.verifiers.code import CodeVerifier, refused_tests
+def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
+    """Check that the rows for the verifier of code have tests, and that these can judge a program.
+
+    Args:
+        is_quick: look at some rows only.
+    """
+    if not run.has_own_reward:
+        return
+    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
+    from verl_ext.reward.verifiers.code import refused_tests
 
     try:
         verifiers = Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
-    except ValueError:  # check_reward reports it
+    except Exception:  # from whatever a verifier's author wrote; check_verifiers reports it
         return
-    for split, path in run.all_files() if run.is_rl else ():
+    for split, path in run.all_files():
         rows, refused, broken = 0, [], []
-        for number, row in enumerate(first_rows(path, ["data_source", "ability", "reward_model"], None)):
-            kind = verifiers.find_class(str(row.get("data_source") or ""), str(row.get("ability") or ""))
-            if not issubclass(kind, CodeVerifier):
-                continue
+        for where, truth in _truths_of_code(run, path, verifiers, is_quick):
             rows += 1
             try:
-                reasons = refused_tests((row.get("reward_model") or {}).get("ground_truth"))
+                reasons = refused_tests(truth)
             except ValueError as error:
-                broken.append(f"row {number}: {error}")
+                broken.append(f"{where}: {error}")
             else:
-                refused += [f"row {number}: {reasons[0]}"] if reasons else []
+                refused += [f"{where}: {reasons[0]}"] if reasons else []
+        of = f"{rows} rows {'in a sample ' * is_quick}of {path.name}"
         if broken:
-            yield fail(f"""{split}: {len(broken)} of {rows} rows of {path.name} for the verifier of code stop the run
-                ({broken[0]}) -> Correct them, or leave them out.""")
+            yield fail(f"""{split}: {len(broken)} of {of} for the verifier of code would stop the run ({broken[0]})
+                -> Correct these rows, or leave them out.""")
         if refused:
-            yield fail(f"""{split}: {len(refused)} of {rows} rows of {path.name} have tests that can judge no program
-                ({refused[0]}): each response to them would be left out of training
-                -> Leave the rows out for which verl_ext.reward.verifiers.code.refused_tests gives a reason.""")
+            yield fail(f"""{split}: {len(refused)} of {of} have tests that can judge no program ({refused[0]}), so that
+                no response to them would be trained on
+                -> Leave out the rows for which verl_ext.reward.verifiers.code.refused_tests gives a reason.""")
         if rows and not broken and not refused:
-            yield ok(f"{split}: the tests of {rows} rows can judge a program")
+            yield ok(f"{split}: the tests of {of} can judge a program")
+
+
+def _truths_of_code(run: Run, path: Path, verifiers: "Verifiers", is_quick: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (row, ground truth) of the rows for the verifier of code: of all, or of some in a random order."""
+    from verl_ext.datasets.rows import DataError  # 0.3 s
+    from verl_ext.reward.verifiers.code import CodeVerifier
+
+    def truths(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, Any]]:
+        for where, row in rows:
+            kind = verifiers.find_class(str(row.get("data_source") or ""), str(row.get("ability") or ""))
+            if isinstance(kind, type) and issubclass(kind, CodeVerifier):
+                model = row.get("reward_model")
+                yield where, model.get("ground_truth") if isinstance(model, dict) else model
+
+    if not is_quick:
+        rows = first_rows(path, ["data_source", "ability", "reward_model"], None)
+        yield from truths((f"row {number}", row) for number, row in enumerate(rows))
+        return
+    with suppress(DataError, OSError):  # check_files reports them
+        found, left = list(truths(run.sample(path).rows)), QUICK_TESTS
+        for where, truth in random.Random(0).sample(found, len(found)):
+            if left > 0:
+                yield where.rpartition(", ")[2], truth
+            left -= len(str(truth))

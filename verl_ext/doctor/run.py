@@ -82,7 +82,7 @@ class Run:
     def sample(self, path: Path) -> Sample:
         """Return some rows of a file, which is read once. Raises DataError if it cannot be."""
         if path not in self._samples:
-            columns = [self.text_column, "data_source", "reward_model", "agent_name", "extra_info"]
+            columns = [self.text_column, "data_source", "ability", "reward_model", "agent_name", "extra_info"]
             if not self.is_rl:
                 columns = [self.text_column, self.get("data.tools_key", "tools")]
             self._samples[path] = sample(path, self.text_column, columns)
@@ -101,6 +101,11 @@ class Run:
     def all_files(self) -> list[tuple[str, Path]]:
         """Return (split, file) of all data files."""
         return [(split, path) for split in ("train", "val") for path in self.files(split)]
+
+    @property
+    def has_own_reward(self) -> bool:
+        """Whether verl_ext's reward manager scores the responses."""
+        return self.is_rl and "verl_ext" in str(self.get("reward.reward_manager.module.path", ""))
 
     @property
     def nodes(self) -> int:

@@ -98,13 +98,20 @@ def is_open(key: str) -> bool:
 def dataclass_fields(name: str) -> frozenset[str]:
     """Return from the source what a config dataclass, verl's or ours, accepts: its fields and those of its bases."""
     folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
-    for folder in [*folders, REPO / "verl_ext" / "trainer"]:
-        for path in sorted(folder.rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
-                    return frozenset(own).union(*(dataclass_fields(ast.unparse(base)) for base in node.bases))
+    files = [path for folder in [*folders, REPO / "verl_ext/trainer"] for path in sorted(folder.rglob("*.py"))]
+    for path in [REPO / "verl_ext/reward/manager.py", *files]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+                return frozenset(own).union(*(dataclass_fields(ast.unparse(base)) for base in node.bases))
     return frozenset()
+
+
+@functools.cache
+def reward_keys() -> frozenset[str]:
+    """Return the keys under `reward.reward_kwargs` that RewardOptions takes, from its source."""
+    keys = dataclass_fields("RewardOptions") - {"overlong_buffer", "overlong_factor"} | {"overlong_buffer_cfg"}
+    return keys | {f"overlong_buffer_cfg.{key}" for key in ("enable", "len", "penalty_factor", "log")}
 
 
 def is_known(key: str, tree: Any) -> bool:

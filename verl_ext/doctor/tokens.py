@@ -81,7 +81,7 @@ class QuickTokenizer:
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Return the text; `tokenize` is always false. Raises ValueError if none of several templates is the default."""
+        """Return the text; `tokenize` is always false. Raises ValueError if several templates have no default."""
         template = self.chat_template
         if isinstance(template, dict):
             named = template.get("default") if tools is None else template.get("tool_use", template.get("default"))

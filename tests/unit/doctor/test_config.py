@@ -1,12 +1,14 @@
 """What is found in the settings: unknown keys, keys without effect, batches, time-outs."""
 
+import re
+
 import pytest
 
 from verl_ext.doctor.batch import check_batch
-from verl_ext.doctor.config import check_config, check_reward
+from verl_ext.doctor.config import check_config, check_reward, check_verifiers
 from verl_ext.doctor.finding import Level
 from verl_ext.doctor.sandbox import check_timeouts
-from verl_ext.doctor.schema import required_keys
+from verl_ext.doctor.schema import required_keys, reward_keys
 from verl_ext.memory.shape import ModelShape
 from verl_ext.settings import CONFIGS, VERL, FailedSamples
 
@@ -92,8 +94,62 @@ def test_sft_has_settings_of_its_own(make_run, told):
 
 def test_reward_settings_are_read_by_the_class_that_uses_them(make_run, told, only_ok):
     only_ok(check_reward(make_run("qwen2-32b_dapo")))
-    run = make_run("qwen2-32b_dapo", "+reward.reward_kwargs.bonus=1")
-    assert "Unknown under reward.reward_kwargs: bonus" in told(check_reward(run), Level.FAIL)[0]
+    run = make_run("qwen2-32b_dapo", "reward.reward_kwargs.length_penalty=steep")
+    assert "length_penalty is 'steep'" in told(check_reward(run), Level.FAIL)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("tool_bonu", "tool_bonus"),
+        ("penalty", "length_penalty"),
+        ("overlong_buffer", "overlong_buffer_cfg"),  # a field of the class, but not a key
+        ("overlong_buffer_cfg.factor", "overlong_buffer_cfg.penalty_factor"),
+        ("overlong_buffer_cfg.enabled", "overlong_buffer_cfg.enable"),
+    ],
+)
+def test_an_unknown_setting_of_the_reward_is_found_without_its_class(key, meant, make_run, told):
+    run = make_run("qwen2-32b_dapo", *DATA, f"+reward.reward_kwargs.{key}=1")
+    text = told(check_config(run), Level.FAIL)[0]
+    assert f"reward.reward_kwargs.{key} is not a setting of verl_ext's reward manager" in text
+    assert f"Did you mean reward.reward_kwargs.{meant}" in text
+    run.config.reward.reward_manager.module.path = "mine.py"  # which may have other settings
+    assert not any("reward_kwargs" in finding.message for finding in check_config(run))
+
+
+def test_the_settings_of_the_reward_are_those_of_its_class():
+    from verl_ext.reward.manager import RewardOptions
+
+    with pytest.raises(ValueError, match=r"nothing\. Expected") as caught:
+        RewardOptions.from_config({"reward": {"reward_kwargs": {"nothing": 1}}})
+    keys, of_buffer = re.search(r"some of (.*), overlong_buffer_cfg\.{(.*)}", str(caught.value)).groups()
+    nested = {f"overlong_buffer_cfg.{key}" for key in of_buffer.split(",")}
+    assert reward_keys() == {*keys.split(", "), "overlong_buffer_cfg"} | nested
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("verl_ext.reward.verifiers.exact.ExactVerifer", "has no attribute 'ExactVerifer'"),
+        ("nowhere.Verifier", "No module named 'nowhere'"),
+        ("broken_verifier.Verifier", "name 'undefined' is not defined"),  # raised by its module
+        ("{base_url: 'http://127.0.0.1:8000'}", "The verifier for 'trivia' is None"),
+        ("3", "'int' object is not iterable"),
+    ],
+)
+def test_a_verifier_that_cannot_be_imported(entry, message, make_run, told, tmp_path, monkeypatch):
+    (tmp_path / "broken_verifier.py").write_text("undefined\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = make_run("qwen2-32b_dapo", f"+reward.reward_kwargs.verifiers={{trivia: {entry}}}")
+    text = told(check_verifiers(run), Level.FAIL)[0]
+    assert message in text and "reward.reward_kwargs.verifiers" in text
+
+
+def test_verifiers_that_can_be_imported(make_run):
+    run = make_run(
+        "qwen2-32b_dapo", "+reward.reward_kwargs.verifiers={trivia: verl_ext.reward.verifiers.exact.ExactVerifier}"
+    )
+    assert list(check_verifiers(run)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What the quick part reads of the data: first prompts and traces against the protocol, and the agent loops named."""
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -152,15 +153,41 @@ def test_the_tiny_tasks_data_fit(make_run, tiny_tools, tmp_path):
         assert [*check_protocol(run), *check_agent_names(run)] == []
 
 
-def test_rows_whose_tests_can_judge_no_program_are_refused_with_their_number(rl, told):
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_rows_whose_tests_can_judge_no_program_are_refused_with_their_number(is_quick, rl, told):
     send = "g = f()\nnext(g)\nassert g.send(1) == 1"
     truths = ["assert f() == 1", send, {"tests": ["assert f() == 1", send]}, send]
     sources = ["code", "code", "code", "maths"]
     run = rl([PLAIN] * 4, columns={"data_source": sources, "reward_model": truths})
-    text = told(check_code_tests(run), Level.FAIL)[0]
-    assert "train: 2 of 3 rows of data" in text
-    assert "row 1: the test uses 'send' of a generator" in text
+    text = told(check_code_tests(run, is_quick=is_quick), Level.FAIL)[0]
+    assert f"train: 2 of 3 rows {'in a sample ' * is_quick}of data" in text
+    assert ": the test uses 'send' of a generator" in text and (is_quick or "(row 1: " in text)
     assert "refused_tests gives a reason" in text
+
+
+def test_the_quick_part_reads_few_of_many_tests(make_run, told, tmp_path):
+    truths = ["assert f() == 1", "g = f()\nnext(g)\nassert g.send(1) == 1"] * 2500
+    rows = [{"prompt": [], "data_source": "code", "reward_model": {"ground_truth": each}} for each in truths]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = make_run("qwen2-32b_dapo", "data.train_files=data.jsonl", "data.val_files=data.jsonl")
+    texts = told(check_code_tests(run), Level.FAIL)
+    assert len(texts) == 2 and "train: 2500 of 5000 rows of data.jsonl" in texts[0]
+    texts = told(check_code_tests(run, is_quick=True), Level.FAIL)
+    refused, looked_at = map(int, re.match(r"train: (\d+) of (\d+) rows in a sample of data.jsonl", texts[0]).groups())
+    assert len(texts) == 2 and 0 < refused < looked_at < 600  # the sample has 784 rows
+
+
+def test_a_row_of_another_form_is_left_to_the_check_of_rows(make_run, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"data_source": "maths", "reward_model": "4"}\n{"reward_model": null}\n')
+    run = make_run("qwen2-32b_dapo", "data.train_files=[data.jsonl,missing.parquet,missing.jsonl]", "data.val_files=[]")
+    for is_quick in (True, False):
+        assert list(check_code_tests(run, is_quick=is_quick)) == []
+
+
+def test_another_reward_manager_has_other_verifiers(rl):
+    run = rl([PLAIN], columns={"data_source": ["code"], "reward_model": ["assert f() =="]})
+    run.config.reward.reward_manager.module.path = "mine.py"
+    assert list(check_code_tests(run)) == []
 
 
 def test_rows_with_broken_tests_are_refused(rl, told):
@@ -174,4 +201,4 @@ def test_rows_with_broken_tests_are_refused(rl, told):
 
 def test_rows_with_tests_of_code_are_counted(rl, told):
     run = rl([PLAIN] * 2, columns={"data_source": ["code"] * 2, "reward_model": ["assert f()", "assert g()"]})
-    assert "the tests of 2 rows can judge a program" in told(check_code_tests(run), Level.OK)[0]
+    assert "the tests of 2 rows of data" in told(check_code_tests(run), Level.OK)[0]

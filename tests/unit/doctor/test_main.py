@@ -145,6 +145,8 @@ def test_what_is_told_already_breaks_no_further_check(override, message, inputs,
         ("trainer.logger=[console,fil]", "FAIL  names       trainer.logger is 'fil'"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=retol", "Did you mean retool?"),
         ("actor_rollout_ref.rollout.temperature=0", "no exploration"),
+        ("+reward.reward_kwargs.bonus=1", "reward.reward_kwargs.bonus is not a setting of verl_ext's reward manager"),
+        ("+reward.reward_kwargs.verifiers={mine: nowhere.Verifier}", "The verifier for 'mine' is 'nowhere.Verifier'"),
         ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr is 1, expected in (0, 0.1]"),
         (
             "actor_rollout_ref.rollout.gpu_memory_utilization=.99",
