@@ -29,7 +29,7 @@ from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
 from verl_ext.records.problem import id_of, problem_of
 from verl_ext.reward.numbers import BrokenReward
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, verify_response
+from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, problem_text, verify_response
 from verl_ext.runs import jsonl
 
 logger = logging.getLogger(__name__)
@@ -269,6 +269,7 @@ class RetoolRewardManager(RewardManagerBase):
         )
         if self.options.unverified_dir:
             row = {"response": response, "ground_truth": sample["reward_model"]["ground_truth"]}
+            row["prompt"] = problem_text(sample)
             row |= {name: sample.get(name, "") for name in ("data_source", "ability", "index", "uid", "global_steps")}
             folder = Path(self.options.unverified_dir)
             folder.mkdir(parents=True, exist_ok=True)

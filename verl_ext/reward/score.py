@@ -5,6 +5,7 @@ computer algebra, in a process that can be killed. This module knows nothing of 
 """
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -18,7 +19,7 @@ from verl_ext.reward.maths.labels import split_label
 from verl_ext.reward.maths.normalisation import BASES, normalise
 from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity
 from verl_ext.reward.maths.structure import Comparison, compare_answers
-from verl_ext.reward.maths.units import changes_a_number, same_unit, split_unit
+from verl_ext.reward.maths.units import nouns_of, same_unit, split_unit
 
 MAX_ANSWER_CHARS = 2000
 # Comparisons by computer algebra for one answer; an answer that needs more is wrong. Only lists need more than one: at
@@ -72,13 +73,17 @@ class Score:
         return self.verdict == UNVERIFIED_VERDICT
 
 
-def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: bool = False) -> Score:
+def score_answer(
+    response_text: str, ground_truth: str, *, problem: str = "", unfinished_thinking: bool = False
+) -> Score:
     """Score one response: deterministic, safe in any thread, and fast if no computer algebra is needed.
 
     Args:
         response_text: the model's text, best without tool output; code and tool blocks of both protocols are dropped
             here too.
         ground_truth: the reference answer, plain or LaTeX, without a sentence around it.
+        problem: what was asked. The answer may count its nouns: `18 apples` is 18 if the problem, or the ground truth,
+            speaks of apples.
         unfinished_thinking: a box after a `<think>` that is never closed counts as well.
     Raises:
         ValueError: the ground truth is empty.
@@ -90,7 +95,7 @@ def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: 
     if pred is None or PLACEHOLDER.fullmatch(pred.replace("?", "")) and pred.strip() != ground_truth.strip():
         return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
     pred = pred.strip()
-    comparison = compare(pred, ground_truth.strip())
+    comparison = compare(pred, ground_truth.strip(), problem)
     normalised = "" if comparison.method in _NOT_NORMALISED else canonical(pred)
     if comparison.equal is None:
         return Score(None, pred, UNVERIFIED_VERDICT, comparison.method, normalised)
@@ -114,8 +119,8 @@ def canonical(pred: str) -> str:
     return number + "%" * quantity.percent
 
 
-def compare(pred: str, gold: str) -> Comparison:
-    """Compare two answers as written; equality is mathematical and exact (0.33 is not 1/3)."""
+def compare(pred: str, gold: str, problem: str = "") -> Comparison:
+    """Compare two answers as written; equality is mathematical and exact (0.33 is not 1/3). See `score_answer`."""
     if re.fullmatch(r"-?\d{1,18}", pred) and re.fullmatch(r"-?\d{1,18}", gold):
         return Comparison(int(pred) == int(gold), "integer")
     if len(pred) > max(MAX_ANSWER_CHARS, 2 * len(gold)):
@@ -124,22 +129,23 @@ def compare(pred: str, gold: str) -> Comparison:
         if first.search(pred) and second.search(gold) or first.search(gold) and second.search(pred):
             return Comparison(False, "unit")
     if gold[:1] in "(ABCDEFGHIJ\\OoTt$" and (choice := read_choice(gold)):
-        return _compare_choice(pred, *choice)
+        return _compare_choice(pred, *choice, problem)
     pred, gold = normalise(pred), normalise(gold)
     if not pred:
         return Comparison(False, "empty")
     if gold.endswith("C") and _CONSTANT.search(gold):
         pred = _CONSTANT.sub("+C", pred)
-    return _compare_quantities(pred, gold) or compare_answers(pred, gold, _ValueComparison())
+    nouns = nouns_of(problem) | nouns_of(gold)
+    return _compare_quantities(pred, gold, nouns) or compare_answers(pred, gold, _ValueComparison(nouns))
 
 
-def _compare_choice(pred: str, letter: str, option: str) -> Comparison:
+def _compare_choice(pred: str, letter: str, option: str, problem: str) -> Comparison:
     """Compare by the letter, or without one by the option's text; if both texts are numbers, they must agree too."""
     choice = read_choice(pred) or read_choice(normalise(pred))
     if choice is None:
         if not option or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3}", option):  # words are compared as they are
             return Comparison(bool(option) and _fold(pred) == _fold(option), "choice")
-        return compare(pred, option)
+        return compare(pred, option, problem)
     numbers = [quantity_or_none(normalise(text)) for text in (choice[1], option)]
     return Comparison(choice[0] == letter and (None in numbers or numbers[0] == numbers[1]), "choice")
 
@@ -150,12 +156,13 @@ class _ValueComparison:
     After one comparison without an answer no other is begun, so that an answer costs at most one deadline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nouns: Set[str]) -> None:
+        self.nouns = nouns
         self.symbolic_left = MAX_SYMBOLIC
         self.rest = Comparison(False, "guard: comparisons")  # the result when no comparison is left
 
     def __call__(self, pred: str, gold: str) -> Comparison:
-        if decided := _compare_quantities(pred, gold) or _compare_notations(pred, gold):
+        if decided := _compare_quantities(pred, gold, self.nouns) or _compare_notations(pred, gold):
             return decided
         if (words := _compare_words(pred, gold)) and words.equal:
             return words
@@ -180,9 +187,8 @@ class _ValueComparison:
         return compared
 
 
-def _compare_quantities(pred: str, gold: str) -> Comparison | None:
+def _compare_quantities(pred: str, gold: str, nouns: Set[str]) -> Comparison | None:
     """Decide if the gold is a rational number and the answer is one too, or tries to be."""
-    nouns = _nouns_of(gold)
     gold_quantity = quantity_or_none(gold, nouns=nouns)
     if gold_quantity is None:
         return None
@@ -195,11 +201,6 @@ def _compare_quantities(pred: str, gold: str) -> Comparison | None:
     if pred_quantity.calculated and not gold_quantity.calculated and gold_quantity.value.denominator == 1:
         return Comparison(False, "unevaluated")  # 58*20+87 restates the question whose answer is 1247
     return Comparison(pred_quantity.equals(gold_quantity), "number")
-
-
-def _nouns_of(gold: str) -> set[str]:
-    """Return words of the ground truth, which the answer may count as well."""
-    return {word for word in re.findall("[a-z]{3,}", gold.lower()) if not changes_a_number(word)}
 
 
 def _compare_notations(pred: str, gold: str) -> Comparison | None:

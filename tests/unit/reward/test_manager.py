@@ -121,13 +121,15 @@ def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
     manager = make_manager(unverified_dir=str(tmp_path / "unverified"))
     score(manager, r"\boxed{41}")
-    score(manager, "first", ("tool", "printed"), r"\boxed{x}", ground_truth=r"\sqrt{y}", uid="u1")
+    asked = [{"role": "user", "content": "What is it?"}]
+    score(manager, "first", ("tool", "printed"), r"\boxed{x}", ground_truth=r"\sqrt{y}", uid="u1", raw_prompt=asked)
     score(manager, r"\boxed{z}", ground_truth=r"\sqrt{y}")
     (path,) = (tmp_path / "unverified").iterdir()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["response"] for row in rows] == ["first\n\\boxed{x}", r"\boxed{z}"]
     assert (rows[0]["ground_truth"], rows[0]["uid"], rows[0]["pred"]) == (r"\sqrt{y}", "u1", "x")
     assert (str(rows[0]["index"]), rows[0]["data_source"]) == ("7", "tiny")
+    assert [row["prompt"] for row in rows] == ["What is it?", ""]  # to grade it again as it was graded here
 
 
 def test_padding_after_a_response_is_not_scored(make_manager, monkeypatch):

@@ -275,7 +275,8 @@ RESPONSES = [
 
 @pytest.mark.parametrize(("answer", "ground_truth", "right", "why"), EXACT + STRUCTURE + SYMBOLIC)
 def test_answer_is_judged_as_the_table_says(answer, ground_truth, right, why):
-    score = score_answer(rf"So it is \boxed{{{answer}}}.", ground_truth)
+    problem = "How many apples are there? How many paths?"
+    score = score_answer(rf"So it is \boxed{{{answer}}}.", ground_truth, problem=problem)
     assert score.acc == float(right), f"{why}: {score}"
     assert score.verdict == ("correct" if right else "wrong")
     assert score.pred == answer

@@ -5,7 +5,7 @@ Sizes are limited before anything is computed, so that `9^{9^9}` or `100000!` co
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -69,12 +69,12 @@ class _Foreign(Exception):
     """The text is not a rational number: a letter or a root, for example, is not for this parser."""
 
 
-def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection[str] = ()) -> Quantity | None:
+def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Set[str] = frozenset()) -> Quantity | None:
     """Read a normalised answer as a number; None if it is something else (words, letters, roots, lists).
 
     Args:
         power_bits: a power of more bits is too large.
-        nouns: words that may be counted here, whatever they are.
+        nouns: words that may be counted here (`units.nouns_of`).
     Raises:
         NotANumber: `text` has only digits and operators and is still malformed or too large.
     """
@@ -105,7 +105,7 @@ def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection
     return phrase and Quantity(value * phrase.factor, percent, phrase.unit, parser.calculated)
 
 
-def quantity_or_none(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection[str] = ()) -> Quantity | None:
+def quantity_or_none(text: str, power_bits: int = MAX_POWER_BITS, nouns: Set[str] = frozenset()) -> Quantity | None:
     """Read as `read_quantity` does, but return None for a malformed or too large number as well."""
     try:
         return read_quantity(text, power_bits, nouns)

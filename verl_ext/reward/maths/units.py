@@ -1,15 +1,17 @@
 r"""Read the words after a number: `km/h`, `dollars per day`, `kg of sand`, `red apples`, `million people`, `permille`.
 
-A unit comes from a list; a counted noun is a plural or, after 1, a singular, and not a word that changes a number: no
-number word, magnitude, operation, comparison, negation or verb. Text that fits no rule of the grammar is not a unit, so
-that `6 seven`, `6 xor 7` and `6 reciprocal` are not 6.
+A unit comes from a list. A counted noun is a plural or, after 1, a singular, and a word of the problem or of the ground
+truth: an unknown noun may change the number, as in `6 vingtaines`. Words that are known to change it (number words,
+pairs, magnitudes, operations, comparisons, negations, verbs) are never nouns. Text that fits no rule of the grammar is
+not a unit, so that `6 seven`, `6 xor 7` and `6 reciprocal` are not 6.
 
     phrase = [magnitude] (unit | noun) {per (unit | noun)} ["of" words] [measured] | "per" (unit | noun)
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Set
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_CHARS = 200  # of a phrase
@@ -27,6 +29,7 @@ tbsp tablespoon tablespoons|tsp teaspoon teaspoons|acre acres|hectare hectares h
 rad radian radians|unit units 单位|degC Celsius|degF Fahrenheit|dollar dollars USD buck bucks 美元|cent cents
 yuan RMB 元|euro euros EUR|GBP|rupee rupees|yen|penny pennies pence|mph|kph kmh|mps|Hz hertz|kHz|MHz|J joule joules|kJ
 cal|kcal|N newton newtons|W watt watts|kW|kWh|V volt volts|amp amps|Pa|kPa|ohm ohms|mol mole moles|bit bits
+decade decades|century centuries|dL deciliter deciliters decilitre decilitres
 byte bytes|KB|MB|GB|TB|rpm|fps|knot knots|人 位 名|分|种|次|个|只|条|本|张|件|页|块
 """
 _UNIT_OF = {word: unit.split()[0] for unit in re.split(r"[|\n]", _UNITS) for word in unit.split()}
@@ -97,13 +100,16 @@ _COUNTED = set(  # also names of operations; they may be counted as the last wor
     "squares cubes roots digits fractions decimals differences sums products functions integrals mistakes errors "
     "answers stars bases axes limits points degrees powers factors tangents permutations ratios rounds".split()
 )
+_GROUPS = set("pair ream quire dizaine douzaine vingtaine".split())  # of a number of things
+_TUPLES = {(order, name) for order in ("ordered", "unordered") for name in ("pairs", "triples", "quadruples")}
+_PLAIN = set("different distinct possible total us".split())  # before any noun
 _ROOTS = {("square", "roots"), ("cube", "roots"), ("cubic", "roots")}
 _PIECE = re.compile(
     r"\s*(?:(?P<open>\\text\s*\{)|(?P<close>\})|(?P<word>[a-zA-Z]+(?:'s)?\.?|[\u4e00-\u9fff]+|‰)|(?P<per>/)"
     r"|(?P<dot>\\cdot(?![a-zA-Z])|-|·)|\^\s*(?P<power>\{\s*-?\d\s*\}|-?\d)|(?P<skip>[().]))"
 )
 _CJK = re.compile("[\u4e00-\u9fff]+")
-_CJK_CHANGING = re.compile("[零一二三四五六七八九十百千万亿兆半倍分之负非不或和与加减乘除否以上下]")
+_CJK_CHANGING = re.compile("[零一二三四五六七八九十百千万亿兆半倍分之负非不或和与加减乘除否以上下双对打]")
 
 
 class Phrase(NamedTuple):
@@ -131,6 +137,21 @@ def changes_a_number(word: str) -> bool:
     stems = [word[: -len(end)] for end in ("s", "es", "ed", "d", "ly", "ing") if word.endswith(end)]
     stems += [word[:-3] + "y"] * word.endswith("ies")
     return any(stem in _NUMBERS or stem in _CHANGING or stem in _MAGNITUDES for stem in stems) or "illion" in word
+
+
+def _is_number_word(word: str) -> bool:
+    return changes_a_number(word) or _singular(word) in _GROUPS
+
+
+@lru_cache(maxsize=128)
+def nouns_of(text: str) -> frozenset[str]:
+    """Return the words of a problem or a ground truth, each with its possible singulars, and its Chinese characters."""
+    words = re.findall(r"(?<![\\a-z])[a-z]{3,}|[\u4e00-\u9fff]", text.lower())
+    return frozenset().union(*map(_forms, words))
+
+
+def _forms(word: str) -> set[str]:
+    return {word, word.removesuffix("s"), _singular(word)}
 
 
 def same_unit(first: str, second: str) -> bool:
@@ -169,14 +190,14 @@ def _split_words(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def read_phrase(text: str, *, in_text: bool, one: bool = False, nouns: Collection[str] = ()) -> Phrase | None:
+def read_phrase(text: str, *, in_text: bool, one: bool = False, nouns: Set[str] = frozenset()) -> Phrase | None:
     """Read the words after a number; None if they are not a unit.
 
     Args:
         text: the rest of the normalised answer, after the number.
         in_text: the text is in `\\text` or after a space: `5m` may be 5 times m, `5 m` is not.
         one: the number is 1, whose noun is a singular.
-        nouns: further words that are nouns here, because the ground truth has them.
+        nouns: words that may be counted here, as `nouns_of` gives them.
     """
     pieces = _read_pieces(text) if len(text) <= MAX_CHARS else None
     if not pieces or len(pieces) > MAX_WORDS:
@@ -225,7 +246,7 @@ def _split_chinese(word: str) -> list[str]:
 class _Grammar:
     """Recursive descent over the pieces of one phrase."""
 
-    def __init__(self, pieces: list[str], one: bool, nouns: Collection[str]):
+    def __init__(self, pieces: list[str], one: bool, nouns: Set[str]):
         self._pieces, self._one, self._nouns = pieces, one, nouns
         self._at = 0
 
@@ -293,22 +314,22 @@ class _Grammar:
         if not words:
             return None
         *others, head = words
-        if not all(self._is_harmless(word, last=False) for word in others) or not self._is_harmless(head, last=True):
+        if not all(self._is_counted(word) for word in others):
             return None
-        plural = _is_plural(head) or head in self._nouns or bool(_CJK.fullmatch(head))
-        if not (plural or one and len(head) > 2) or tuple(words[-2:]) in _ROOTS:
+        if tuple(words[-2:]) not in _TUPLES and (not self._is_counted(head, last=True) or tuple(words[-2:]) in _ROOTS):
+            return None
+        if not (_is_plural(head) or _CJK.fullmatch(head) or one and len(head) > 2):
             return None
         self._at = end
         return _singular(head)
 
-    def _is_harmless(self, word: str, *, last: bool) -> bool:
-        if word in self._nouns:
-            return True
+    def _is_counted(self, word: str, *, last: bool = False) -> bool:
         if _CJK.fullmatch(word):
-            return not _CJK_CHANGING.search(word)
-        if last and word in _COUNTED:
-            return True
-        return (len(word) > 2 or word == "us") and not changes_a_number(word)
+            known = all(char in self._nouns or is_unit(char) for char in word)
+            return known and not _CJK_CHANGING.search(word)
+        if _is_number_word(word) and not (last and word in _COUNTED):
+            return False
+        return word in _PLAIN or is_unit(word) or not self._nouns.isdisjoint(_forms(word))
 
     def _of(self) -> bool:
         """Read `of sand` or `of olive oil`: words that do not change a number."""
@@ -319,7 +340,7 @@ class _Grammar:
         return bool(words) and all(
             word.isalpha()
             and len(word) > 1
-            and (word.lower() in ("the", "a", "an", "all", "her", "his") or not changes_a_number(word))
+            and (word.lower() in ("the", "a", "an", "all", "her", "his") or not _is_number_word(word.lower()))
             for word in words
         )
 

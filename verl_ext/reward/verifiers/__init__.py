@@ -53,6 +53,14 @@ class Verifier(Protocol):
         """
 
 
+def problem_text(sample: Mapping[str, Any]) -> str:
+    """Return what a row asks, its messages in `raw_prompt` or `prompt` without the system's; "" if it has none."""
+    prompt = sample.get("raw_prompt", sample.get("prompt"))
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    return "\n\n".join(str(message["content"]) for message in prompt if message["role"] != "system")
+
+
 # A response that no verifier has trouble with. A failure that it meets as well is not the fault of another response.
 CONTROL_RESPONSE = "```python\npass\n```\nThe answer is \\boxed{0}."
 # The exceptions that text can cause in code. OSError and RuntimeError are left out: they say that a worker or a server

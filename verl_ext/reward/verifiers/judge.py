@@ -17,6 +17,7 @@ from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.maths.extraction import strip_tool_blocks
 from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 from verl_ext.reward.score import Score
+from verl_ext.reward.verifiers import problem_text
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,9 @@ class JudgeVerifier:
                     "The ground truth is empty: expected a reference for the judge, or use_reference=false."
                 )
             reference = REFERENCE.format(reference=ground_truth)
-        task = _task(sample)
+        task = problem_text(sample)
+        if not task:
+            raise ValueError("The row has neither raw_prompt nor prompt: expected the task for the judge to read.")
 
         async def ask(response: str) -> float | str:
             """Return the score, or why there is none."""
@@ -161,12 +164,3 @@ def read_score(verdict: str) -> float | None:
         return None
     score = float(found[-1][0]) / (float(found[-1][1] or 1) or math.nan)
     return score if 0.0 <= score <= 1.0 else None
-
-
-def _task(sample: Mapping[str, Any]) -> str:
-    prompt = sample.get("raw_prompt", sample.get("prompt"))
-    if prompt is None or not len(prompt):
-        raise ValueError("The row has neither raw_prompt nor prompt: expected the task for the judge to read.")
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(message["content"] for message in prompt if message["role"] != "system")

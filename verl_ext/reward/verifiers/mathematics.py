@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from verl_ext.reward.score import Score, score_answer
+from verl_ext.reward.verifiers import problem_text
 
 MAX_WAITING = 256  # answers that one process scores at a time; nearly all slow ones only wait
 
@@ -31,4 +32,5 @@ class MathVerifier:
                 "text or a number; several values are one text, such as '1, 2'. Check the data row."
             )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._score, response_text, str(ground_truth))
+        score = partial(self._score, response_text, str(ground_truth), problem=problem_text(sample))
+        return await loop.run_in_executor(self._threads, score)

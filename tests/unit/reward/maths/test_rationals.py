@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.reward.maths.rationals import NotANumber, read_quantity
+from verl_ext.reward.maths.units import nouns_of
 
 
 @pytest.mark.parametrize(
@@ -60,17 +61,18 @@ def test_malformed_or_huge_number_is_refused_at_once(text):
         ("5 inches", "in"),
         (r"5\text{ inches}", "in"),
         ("5 apples", "apple"),
+        ("5 ordered pairs", "pair"),
         ("5 dollars per day", "dollar/day"),
         (r"5\text{ m}^2", "m"),
         ("5", ""),
     ],
 )
 def test_unit_is_told_from_the_number(text, unit):
-    quantity = read_quantity(text)
+    quantity = read_quantity(text, nouns=nouns_of("How many apples, how many ordered pairs?"))
     assert (quantity.value, quantity.unit) == (5, unit)
 
 
-@pytest.mark.parametrize("text", ["5m", "5 xyz", "5 or", "5 less", r"5\text{ or more}"])
+@pytest.mark.parametrize("text", ["5m", "5 xyz", "5 or", "5 apples", "5 less", r"5\text{ or more}"])
 def test_what_may_be_maths_or_a_condition_is_no_unit(text):
     assert read_quantity(text) is None
 

@@ -1,5 +1,6 @@
 import asyncio
 
+import numpy as np
 import pytest
 
 from verl_ext.reward.verifiers import BUILT_IN, MATH, Verifiers
@@ -41,3 +42,14 @@ def test_box_in_unfinished_thoughts_counts_if_the_verifiers_entry_says_so(path):
         verifier = Verifiers({}, {"mine": {"path": path, **settings}}).find("mine", "")
         verdicts.append(asyncio.run(verifier.verify(r"<think>So \boxed{C}", "C", {})).verdict)
     assert verdicts == ["no_answer", "correct"]
+
+
+def test_mathematics_reads_in_the_prompt_what_an_answer_may_count():
+    verifier = Verifiers({}).find("math", "")
+    asked = [{"role": "system", "content": "Count pears."}, {"role": "user", "content": "How many apples are left?"}]
+    prompts = [{"raw_prompt": asked}, {"raw_prompt": np.array(asked)}, {"prompt": asked[1]["content"]}, {}]
+    said = [
+        [asyncio.run(verifier.verify(rf"\boxed{{7 {noun}}}", "7", row)).acc for row in prompts]
+        for noun in ("apples", "pears")
+    ]
+    assert said == [[1.0, 1.0, 1.0, 0.0], [0.0] * 4]
