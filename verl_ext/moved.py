@@ -118,7 +118,7 @@ def rename_keys(config: object) -> None:
             OmegaConf.update(
                 config, "retool.recorder.max_gb", old.get("max_mb", 256) * old.get("max_files", 4) * workers / 1024
             )
-            told.append("retool.recorder.max_gb, which is of all workers together")
+            told.append("retool.recorder.max_gb, which is the limit of all workers together")
     if "folder" in old:
         told.append("no longer set: the records are in trainer.default_local_dir/records")
     _warn(", ".join(f"{_OLD_LOG}.{key}" for key in old), "; ".join(told))
@@ -158,4 +158,4 @@ class _Finder(MetaPathFinder, Loader):
 
 def _warn(old: str, new: str) -> None:
     """Issue a FutureWarning, because Python shows it by default."""
-    warnings.warn(f"{old} is now {new}. Write the new name.", FutureWarning, stacklevel=2)
+    warnings.warn(f"{old} is now {new}. Use the new name.", FutureWarning, stacklevel=2)

@@ -80,11 +80,11 @@ STOPS_RUN = "stops_run"  # tag of a rollout in verl's queue: the sentence with w
 EXCLUSIONS = (*INFRASTRUCTURE_FAILURES, VOID_TURN, RolloutEnd.RAISED)  # why a rollout is kept out of training
 
 REMEDIES = {
-    RolloutEnd.SANDBOX_FAILURE: "Start the sandbox (the agent loop's warnings say what it answered)",
+    RolloutEnd.SANDBOX_FAILURE: "Start the sandbox (the agent loop's warnings show its answers)",
     RolloutEnd.UNVERIFIED: "See the reward manager's warnings for what could not be verified",
     RolloutEnd.ABORTED: "See the log of the rollout servers",
     VOID_TURN: "Set trainer.v1.sampler.sampler_kwargs.void_turn_filter=false, which trains on such rollouts",
-    RolloutEnd.RAISED: "Correct what the log has as 'Error in _run_prompt'",
+    RolloutEnd.RAISED: "Fix the error that the log reports as 'Error in _run_prompt'",
 }
 
 _ENDS = {str(end): end for end in RolloutEnd} | {name: end for end, name in _EVALUATION_NAMES.items()}

@@ -38,7 +38,7 @@ def require_versions(versions: Mapping[str, str], where: str) -> None:
     if wrong:
         raise RuntimeError(
             f"{where} replaces internals of {dict(versions)}, but found {wrong}. Install requirements/*.txt "
-            "(bash scripts/setup_env.sh), or check what it replaces against the new version."
+            "(bash scripts/setup_env.sh), or check the replaced code against the new version."
         )
 
 
@@ -55,7 +55,7 @@ def read_lock(path: Path) -> "list[Requirement]":
         if text := line.partition("#")[0].strip():
             pin = Requirement(text)
             if len(pin.specifier) != 1 or not str(pin.specifier).startswith("==") or "*" in str(pin.specifier):
-                raise ValueError(f"{path.name}: {text!r} is not a pin, expected name==version")
+                raise ValueError(f"{path.name}: {text!r} is not a pin; expected name==version")
             pins.append(pin)
     return pins
 

@@ -154,10 +154,11 @@ def test_validations_come_by_the_schedule_and_most_are_light(run: Path) -> None:
 
 def test_the_run_stops_early_with_a_checkpoint_and_stays_stopped(run: Path) -> None:
     first, second = ((run / f"log{start}.txt").read_text(errors="replace") for start in (1, 2))
-    assert "early stop: the run ends after step 6, because the mean validation accuracy has not risen" in first
+    assert "early stop: the run ends after step 6 because the mean validation accuracy has not risen" in first
     assert "early stop: ended at step 6; the last checkpoint is of step 6." in first
     assert (
-        "early stop: this run ended at step 6, because" in second and "To train on: retool.early_stop.enable" in second
+        "early stop: this run ended at step 6 because" in second
+        and "To continue training, set retool.early_stop.enable" in second
     )
     assert sorted(path.name for path in run.glob("global_step_*")) == ["global_step_4", "global_step_6"]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"

@@ -57,7 +57,7 @@ def test_an_old_name_is_the_module_at_its_new_place(old, new, name, fresh):
     assert module is there and there.__name__ == there.__spec__.name == f"verl_ext.{new}"
     assert there.__spec__.origin == there.__file__
     own = [str(each.message) for each in told if "is now" in str(each.message)]
-    assert own == [f"verl_ext.{old} is now verl_ext.{new}. Write the new name."], "one warning a name"
+    assert own == [f"verl_ext.{old} is now verl_ext.{new}. Use the new name."], "one warning a name"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert importlib.import_module(f"verl_ext.{old}") is there, "and none the second time"

@@ -31,7 +31,9 @@ def keep(right: Sequence[bool], penalties: Sequence[float], n: int, *, rule: str
         ValueError: the group has fewer than n responses, or the rule is neither `paper` nor `code`.
     """
     if rule not in ("paper", "code") or len(right) < n:
-        raise ValueError(f"GRPO-RoC keeps {n} of {len(right)} by rule {rule!r}: expected at least {n}, paper or code.")
+        raise ValueError(
+            f"GRPO-RoC keeps {n} of {len(right)} by rule {rule!r}: expected {n} or more, and paper or code."
+        )
     good = [i for i, is_right in enumerate(right) if is_right]
     bad = [i for i, is_right in enumerate(right) if not is_right]
     number = round(len(good) * n / len(right))

@@ -49,7 +49,7 @@ def mean_loss(
     if mode not in MODES or unit not in UNITS or (unit != "mini_batch" and mode != "token-mean"):
         raise ValueError(
             f"actor.loss_agg_mode={mode} with policy_loss.unit={unit}: expected one of {', '.join(MODES)}, and a unit "
-            f"of {', '.join(UNITS)}; the last two go with token-mean."
+            f"of {', '.join(UNITS)}; the last two need token-mean."
         )
     if (mode == "seq-mean-token-sum-norm") != (scale is not None):
         raise ValueError(

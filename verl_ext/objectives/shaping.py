@@ -53,8 +53,8 @@ def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[flo
     starts, penalties = [start for start, _ in points], [penalty for _, penalty in points]
     if len(points) < 2 or penalties[0] != 0 or sorted(set(starts)) != starts or sorted(penalties)[::-1] != penalties:
         raise ValueError(
-            f"length_penalty has the points {list(points)!r}: expected two or more [tokens, penalty] with ascending "
-            "tokens and penalties that fall from 0."
+            f"length_penalty has the points {list(points)!r}: expected two or more [tokens, penalty] pairs, with "
+            "ascending tokens and with penalties that fall from 0."
         )
     length = response_length.to(torch.float64)
     penalty = torch.zeros_like(length)

@@ -111,8 +111,8 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
         scores = data.batch["token_level_scores"].sum(-1)
         for row in (~scores.isfinite()).nonzero().flatten().tolist():
             raise ValueError(
-                f"The reward of {batch_keys[row]} (prompt, response, output) is {scores[row]}; expected a finite one. "
-                "Its group would have no advantages. Correct the reward function, then resume the run."
+                f"The reward of {batch_keys[row]} (prompt, response, output) is {scores[row]}; expected a finite "
+                "number. Its group would have no advantages. Correct the reward function, then resume the run."
             )
     sessions = [key.rpartition("_")[0] for key in batch_keys]
     mask, rewards = data.batch["response_mask"].bool(), data.batch["token_level_rewards"]

@@ -35,7 +35,7 @@ class BatchRecorder:
         if not rollout.calculate_log_probs or model.use_fused_kernels:
             raise ValueError(
                 "retool.record_batches needs actor_rollout_ref.rollout.calculate_log_probs=true and actor_rollout_ref."
-                f"model.use_fused_kernels=false, got {rollout.calculate_log_probs} and {model.use_fused_kernels}."
+                f"model.use_fused_kernels=false; got {rollout.calculate_log_probs} and {model.use_fused_kernels}."
             )
         self._every, self._folder = settings.every, Path(config.trainer.default_local_dir)
         self._temperature = rollout.temperature

@@ -25,7 +25,7 @@ def reason_to_stop(values: Sequence[float], settings: EarlyStop) -> str | None:
     if without_progress >= settings.patience:
         return (
             f"has not risen by min_delta={settings.min_delta} above {best:.4g} in {without_progress} validations "
-            f"(patience={settings.patience}); it is {values[-1]:.4g}"
+            f"(patience={settings.patience}), and is {values[-1]:.4g}"
         )
     return None
 
@@ -45,7 +45,7 @@ def watched_value(metrics: Mapping[str, float], settings: EarlyStop, *, light: b
     if not math.isfinite(value):
         names = sorted(name for name in metrics if "/mean@" in name)
         raise ValueError(
-            f"retool.early_stop.metric: {wanted} is {'not finite' if found else 'not'} among the validation metrics. "
+            f"retool.early_stop.metric: {wanted} is {'not finite' if found else 'not one of the validation metrics'}. "
             f"Expected one of {', '.join(names)}."
         )
     return value

@@ -104,8 +104,8 @@ class ExclusionWatch:
         unit = "groups" if cause == RolloutEnd.RAISED else "rollouts"
         logger.warning(
             "step %d: %s kept %.1f%% of %d %s out of training (%.1f%% of %d in the run before). %s. Then read such "
-            "rollouts in the run's trajectories: if the model's own text or code brings the failure about, the policy "
-            "learns to avoid being judged, and sandbox or verifier must count it as the model's error.",
+            "rollouts in the run's trajectories: if the model's own text or code causes the failure, the policy learns "
+            "to avoid being judged, and the sandbox or verifier must count it as the model's error.",
             *(step, cause, 100 * ended.share(cause), ended.out_of(cause), unit),
             *(100 * self._run.share(cause), self._run.out_of(cause), REMEDIES[cause]),
         )

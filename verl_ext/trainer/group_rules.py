@@ -20,7 +20,7 @@ from verl_ext.outcome import (
 from verl_ext.rollout.weight_versions import oldest
 
 Row = tuple[str, Mapping[str, Any], str | None]  # key, `extra_fields` and reason of exclusion of a rollout
-TOO_OLD = "a token of weights that are older than max_staleness allows"
+TOO_OLD = "a token from weights older than max_staleness allows"
 
 
 @dataclass
@@ -60,7 +60,7 @@ class EndedGroup:
         if unknown:
             raise ValueError(
                 f"sampler_kwargs.max_staleness needs the version of the weights of every token, but {unknown[0]} has "
-                "none: its server sends no `global_steps`. Set max_staleness=null."
+                "none because its server sends no `global_steps`. Set max_staleness=null."
             )
         stale = [key for key in self.valid if self.oldest[key] < version]
         for key in stale:
@@ -110,7 +110,7 @@ def metric_of(info: Mapping[str, Any], name: str | None) -> Any:
     if name not in info:
         numbers = sorted(key for key, value in info.items() if isinstance(value, float))
         raise ValueError(
-            f"algorithm.filter_groups.metric is {name!r}, which the reward manager does not give. Expected one of "
+            f"algorithm.filter_groups.metric is {name!r}, which the reward manager does not return. Expected one of "
             f"{', '.join(numbers)}."
         )
     return info[name]

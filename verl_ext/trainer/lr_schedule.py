@@ -57,7 +57,7 @@ def wsd_steps(config: ScheduledOptimizerConfig) -> tuple[int, int]:
     decay = round(config.lr_decay_steps_ratio * total)
     if total < 1 or warmup + decay > total:
         raise ValueError(
-            f"lr_scheduler_type=wsd: {warmup} warm-up and {decay} decay steps in {total} training steps; expected "
-            "no more than all. Lower lr_warmup_steps, lr_warmup_steps_ratio or lr_decay_steps_ratio."
+            f"lr_scheduler_type=wsd: {warmup} warm-up and {decay} decay steps, but only {total} training steps. "
+            "Lower lr_warmup_steps, lr_warmup_steps_ratio or lr_decay_steps_ratio."
         )
     return warmup, decay

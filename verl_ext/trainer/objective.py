@@ -246,7 +246,7 @@ def check_objective(config: DictConfig) -> None:
     for key in sorted(section.keys() - known):
         near = difflib.get_close_matches(key, known, n=1)
         raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.{key} is no key of an objective."
+            f"actor_rollout_ref.actor.policy_loss.{key} is not a key of an objective."
             + (f" Did you mean {near[0]}?" if near else f" Expected one of {', '.join(sorted(known))}.")
         )
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
@@ -258,30 +258,30 @@ def check_objective(config: DictConfig) -> None:
             )
         if correction.bypass_mode or not actor.calculate_sum_pi_squared:
             raise ValueError(
-                f"algorithm.adv_estimator={estimator} needs the actor's pass for old log-probs, got rollout_correction."
+                f"algorithm.adv_estimator={estimator} needs the actor's pass for old log-probs; got rollout_correction."
                 f"bypass_mode={correction.bypass_mode} and actor.calculate_sum_pi_squared="
                 f"{actor.calculate_sum_pi_squared}; expected false and true. objective=tir_otb sets both."
             )
     elif actor.calculate_sum_pi_squared and correction.bypass_mode:
         raise ValueError(
-            "actor.calculate_sum_pi_squared=true with algorithm.rollout_correction.bypass_mode=true: it is computed in "
-            "the actor's pass for old log-probs, which bypass_mode leaves out. Set one of them to false."
+            "actor.calculate_sum_pi_squared=true needs the actor's pass for old log-probs, which algorithm."
+            "rollout_correction.bypass_mode=true skips. Set one of them to false."
         )
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     sees_age = correction and (correction.bypass_mode or correction.rollout_is or correction.rollout_rs)
     if mode in ("colocate_async", "separate_async") and not sees_age:
         logger.warning(
-            "trainer_mode=%s with policy_loss.loss_mode=%s: no term of the loss knows the weights that wrote a token, "
-            "so that tokens of older weights count as the policy's own. olmorl, icepop and mis_* weigh them; "
+            "trainer_mode=%s with policy_loss.loss_mode=%s: no term of the loss knows which weights wrote a token, "
+            "so tokens from older weights count as the policy's own. olmorl, icepop and mis_* weight them; "
             "glm5_async, icepop_onpolicy and dppo_* compare with the log-probs of the rollout.",
             *(mode, name),
         )
     if name not in LOSSES:
         if section.get("unit", "mini_batch") != "mini_batch":
-            raise ValueError(f"policy_loss.unit={section['unit']} needs one of our objectives, got loss_mode={name}.")
+            raise ValueError(f"policy_loss.unit={section['unit']} needs a loss of verl_ext, got loss_mode={name}.")
         return
     for problem in _problems(config, LOSSES[name], section.get("unit", "mini_batch")):
-        raise ValueError(f"actor.policy_loss.loss_mode={name}: {problem}. objective=NAME sets what belongs together.")
+        raise ValueError(f"actor.policy_loss.loss_mode={name}: {problem}. objective=NAME sets all that belongs to it.")
 
 
 def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
@@ -311,8 +311,8 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
     of_tokens = (*OF_TOKENS, "gae", *(("reinforce_plus_plus", "remax") if to_go else ()))
     if loss.objective is gmpo and config.algorithm.adv_estimator in of_tokens:
         problems.append(
-            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which gives each token another advantage, "
-            "and gmpo takes one for a response"
+            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which gives each token its own advantage; "
+            "gmpo needs one per response"
         )
     if actor.loss_agg_mode not in loss.modes:
         problems.append(f"actor.loss_agg_mode is {actor.loss_agg_mode}; expected {' or '.join(loss.modes)}")
@@ -331,7 +331,7 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
     updates = config.data.train_batch_size / actor.ppo_mini_batch_size
     if loss.one_update and (actor.ppo_epochs != 1 or updates > 1):
         problems.append(
-            f"a batch may have one update, and train_batch_size={config.data.train_batch_size}, ppo_mini_batch_size="
+            f"it allows one update per batch, got train_batch_size={config.data.train_batch_size}, ppo_mini_batch_size="
             f"{actor.ppo_mini_batch_size}, ppo_epochs={actor.ppo_epochs}; expected equal sizes and one epoch"
         )
     return problems

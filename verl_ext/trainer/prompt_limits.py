@@ -41,14 +41,14 @@ def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", data
                 counted.append(lengths(row[key], row) if _is_text(row[key]) else 0)
             except ValueError as error:
                 raise ValueError(
-                    f"data.{split}_files: row {number} of the {len(rows)} that verl's filter has left cannot be "
-                    f"rendered: {error}. Leave such rows out, or join their messages."
+                    f"data.{split}_files: row {number} of the {len(rows)} that passed verl's filter cannot be "
+                    f"rendered: {error}. Remove such rows, or join their messages."
                 ) from error
         if long := [length for length in counted if length > data.max_prompt_length]:
             raise ValueError(
                 f"data.{split}_files: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length="
-                f"{data.max_prompt_length} (the longest has {max(long)} tokens, tools included): verl would cut off "
-                f"their beginning. Raise data.max_prompt_length, or leave them out: data.filter_overlong_prompts=true, "
+                f"{data.max_prompt_length} (the longest has {max(long)} tokens, tools included); verl would cut off "
+                "their beginning. Raise data.max_prompt_length, or filter them: data.filter_overlong_prompts=true, "
                 "with actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/tools/code_interpreter.yaml if the "
                 "protocol is hermes, so that verl counts the interpreter's schema."
             )

@@ -76,7 +76,7 @@ def stop_where_a_rollout_says_so(buffer: Any) -> None:
         if any(buffer.failure_keys.values()):
             for tag in (tag for partition in buffer.partitions.values() for tag in partition.values()):
                 if STOPS_RUN in tag:
-                    raise RuntimeError(f"{tag[STOPS_RUN]} The same command then goes on from the newest checkpoint.")
+                    raise RuntimeError(f"{tag[STOPS_RUN]} The same command then continues from the newest checkpoint.")
 
     buffer._sync_metadata_from_transfer_queue = checked_look
 

@@ -41,7 +41,7 @@ def check_repeatable(config: DictConfig) -> None:
     if (batched := rollout.max_num_batched_tokens) < longest:
         wrong.append(f"actor_rollout_ref.rollout.max_num_batched_tokens={batched} (needed: {longest} or more)")
     if wrong:
-        raise ValueError(f"retool.repeatable is true, but {', '.join(wrong)}. Take +repeatable=cpu, or correct them.")
+        raise ValueError(f"retool.repeatable is true, but {', '.join(wrong)}. Use +repeatable=cpu, or correct them.")
 
 
 def make_repeatable(trainer: Any) -> None:

@@ -42,8 +42,8 @@ def check_recorder(config: DictConfig) -> None:
     manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     if OmegaConf.select(config, "retool.recorder.enable") and OmegaConf.select(config, manager) is None:
         raise ValueError(
-            f"retool.recorder.enable is true, but {manager} is null, and verl's own workers tell it nothing. "
-            "Name verl_ext.rollout.workers.LeanAgentLoopManager there, or set retool.recorder.enable=false."
+            f"retool.recorder.enable is true, but {manager} is null, and verl's own workers report nothing to it. "
+            "Set it to verl_ext.rollout.workers.LeanAgentLoopManager, or set retool.recorder.enable=false."
         )
 
 

@@ -87,8 +87,8 @@ class RunTrainer(RunUpdates, RunValidation):
         filter_groups = config.algorithm.filter_groups  # verl requires a metric if the sampler is its own
         if filter_groups and filter_groups.enable and filter_groups.metric is None:
             raise ValueError(
-                "algorithm.filter_groups.enable is true with metric=null, by which no group would be filtered; "
-                "expected a part of the reward's answer, such as acc."
+                "algorithm.filter_groups.enable is true with metric=null, so no group would be filtered. "
+                "Expected a metric that the reward manager returns, such as acc."
             )
         weight_update.install(config)
         balancer.install(config)
@@ -96,7 +96,7 @@ class RunTrainer(RunUpdates, RunValidation):
         if self.parameter_sync_step > 1 and config.actor_rollout_ref.actor.policy_loss.get("unit") == "batch":
             logger.warning(
                 "policy_loss.unit=batch with parameter_sync_step=%d: verl computes advantages of one update at a time, "
-                "so that the mean is over the tokens of an update. trainer_mode=sync or colocate_async has the step's.",
+                "so the mean is over the tokens of an update. With trainer_mode=sync or colocate_async, over a step's.",
                 self.parameter_sync_step,
             )
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
@@ -127,7 +127,7 @@ class RunTrainer(RunUpdates, RunValidation):
             if reward_model.enable and not reward_model.enable_resource_pool:
                 raise ValueError(
                     "reward.reward_model.enable=true with enable_resource_pool=false scores after a batch is sampled, "
-                    f"and {type(self.replay_buffer).__name__} chooses by scores; expected enable_resource_pool=true."
+                    f"but {type(self.replay_buffer).__name__} chooses by score. Set enable_resource_pool=true."
                 )
             self._exclusions = ExclusionWatch(StepJournal(folder / "exclusions.jsonl"))
             self._ledger = PromptLedger(folder)
@@ -136,16 +136,16 @@ class RunTrainer(RunUpdates, RunValidation):
             self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
             if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator not in OF_GROUPS:
                 raise ValueError(
-                    "retool.adaptive_n needs GRPO's baselines and a sampler that tells how groups ended, got algorithm."
+                    "retool.adaptive_n needs GRPO's baselines and a sampler that reports how groups end; got algorithm."
                     f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "
-                    "Name verl_ext.trainer.sampler.DapoReplayBuffer under trainer.v1.sampler.custom_sampler."
+                    "Set verl_ext.trainer.sampler.DapoReplayBuffer under trainer.v1.sampler.custom_sampler."
                 )
             actor, updates = config.actor_rollout_ref.actor, self._updates_per_step()
             if not actor.use_dynamic_bsz and updates > 1:
                 raise ValueError(
-                    f"retool.adaptive_n with actor.use_dynamic_bsz=false has one update a step, got {updates}: padding "
-                    "to whole micro-batches could be all of an update. Set actor_rollout_ref.actor.use_dynamic_bsz="
-                    "true, or ppo_mini_batch_size to the size of the train batch."
+                    f"retool.adaptive_n with actor.use_dynamic_bsz=false allows one update per step, got {updates}: an "
+                    "update could consist only of padding. Set actor_rollout_ref.actor.use_dynamic_bsz=true, or "
+                    "ppo_mini_batch_size to the size of the train batch."
                 )
             self.replay_buffer.on_group_end = self._sampling.observe
 
@@ -156,8 +156,8 @@ class RunTrainer(RunUpdates, RunValidation):
         early_stop = read_settings(config, "early_stop", EarlyStop)
         if (light or early_stop) and not schedule and config.trainer.test_freq <= 0:
             raise ValueError(
-                f"trainer.test_freq is {config.trainer.test_freq}, so that the run never validates: "
-                "retool.light_validation and retool.early_stop need it above 0, or retool.validation_schedule."
+                f"trainer.test_freq is {config.trainer.test_freq}, so the run never validates. For "
+                "retool.light_validation and retool.early_stop, set it above 0, or use retool.validation_schedule."
             )
         if schedule or light:
             self._plan = ValidationPlan(config.trainer.test_freq, schedule, light)
@@ -221,8 +221,8 @@ class RunTrainer(RunUpdates, RunValidation):
         try:
             if self._watch and (reason := self._watch.reason()):
                 logger.warning(
-                    "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, "
-                    "or other settings of it.",
+                    "early stop: this run ended at step %d because %s. To continue training, set "
+                    "retool.early_stop.enable=false or change its limits.",
                     *(self.global_steps, reason),
                 )
                 self._shutdown_dump_executor()

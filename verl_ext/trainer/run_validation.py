@@ -57,7 +57,7 @@ class RunValidation(PPOTrainer):
         if self._watch and not self._is_void:
             metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
             if reason := self._watch.reason():
-                logger.warning("early stop: the run ends after step %d, because %s.", self.global_steps, reason)
+                logger.warning("early stop: the run ends after step %d because %s.", self.global_steps, reason)
                 self.total_training_steps = self.global_steps  # line 470 begins no further step
         return metrics
 
@@ -91,11 +91,11 @@ class RunValidation(PPOTrainer):
         share, limit = failed.share(failed.worst), self._failed_samples.max_failed_share
         self._is_void = share > limit
         if failed.total:
-            consequence = "They are in no figure"
+            consequence = "They count in no metric"
             if self._is_void:
                 consequence = (
-                    f"That is more than retool.validation.max_failed_share={limit}: this validation is void, gives no "
-                    "figure, and moves neither the best checkpoint nor early stop"
+                    f"That is more than retool.validation.max_failed_share={limit}: this validation is void: it has no "
+                    "metrics and affects neither the best checkpoint nor early stop"
                 )
             logger.warning(
                 "step %d: validation: %d of %d samples failed for reasons outside the model (%s), %.1f%% of those of "

@@ -87,35 +87,35 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         if unknown := sorted(set(sampler_kwargs) - self.KEYS):
-            raise ValueError(f"sampler_kwargs.{unknown[0]} is no key; expected one of {', '.join(sorted(self.KEYS))}.")
+            raise ValueError(f"sampler_kwargs.{unknown[0]} is unknown; expected one of {', '.join(sorted(self.KEYS))}.")
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=sampler_kwargs.poll_interval_s, **kwargs)
         filter_groups = sampler_kwargs.filter_groups
         self.filter_metric = filter_groups.metric if filter_groups.enable else None
         self.max_gen_batches = filter_groups.max_num_gen_batches
         if self.max_gen_batches < 1:
             raise ValueError(
-                f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1: the "
-                "batches that a step may generate before it takes what it has."
+                f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1, the "
+                "number of batches that a step may generate before it takes what it has."
             )
         self.void_turn_filter, self.resample = sampler_kwargs.void_turn_filter, sampler_kwargs.get("resample")
         is_known = type(self.void_turn_filter) is bool or self.void_turn_filter == "loss"
         is_known &= self.resample in (None, "paper", "code")
         if not is_known or (self.resample and self.void_turn_filter is True):  # with both, too few could be left
             got = f"void_turn_filter={self.void_turn_filter!r}, resample={self.resample!r}"
-            expected = "false, true or loss, and null, paper or code; with resample, not true"
+            expected = "void_turn_filter=false, true or loss and resample=null, paper or code; resample excludes true"
             raise ValueError(f"sampler_kwargs has {got}; expected {expected}.")
         self.max_staleness = sampler_kwargs.get("max_staleness")
         is_age = type(self.max_staleness) is int and self.max_staleness >= 0 and not self.resample
         if self.max_staleness is not None and not is_age:
             got = f"max_staleness={self.max_staleness!r}, resample={self.resample!r}"
-            raise ValueError(f"sampler_kwargs has {got}; expected null, or 0, 1, ... without resample.")
+            raise ValueError(f"sampler_kwargs has {got}; expected max_staleness=null, or 0, 1, ... without resample.")
         self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
         threshold, strategy = self.max_off_policy_threshold, self.max_off_policy_strategy
         if self.keep_surplus and (strategy != "drop" or threshold is None):
             raise ValueError(
                 f"sampler_kwargs has keep_surplus=true and max_off_policy_strategy={strategy!r}, max_off_policy_"
-                f"threshold={threshold!r}, by which no group is ever too old; expected drop, and a number."
+                f"threshold={threshold!r}, so no group is ever too old; expected drop, and a number."
             )
         # In `separate_async` a step takes this many batches, and verl averages what they log, weighted by the rollouts
         # that each trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So only the last one logs, for all of them.
@@ -265,7 +265,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
-                    "where useful groups are missing, others are taken now, and their advantages are set to 0",
+                    "the missing ones are replaced by others, whose advantages are set to 0",
                     *(global_steps, self._counts.seen.groups, self._counts.ends[PromptEnd.OPEN], self.max_gen_batches),
                 )
             self._is_spent = True
@@ -311,9 +311,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 extra, uid = getattr(value, "data", value), key.split("_")[0]
                 if not key.endswith("_0"):
                     raise ValueError(
-                        f"An agent loop gave several outputs for one rollout ({key}). Groups count rollouts, and a "
-                        "further output is a copy; expected one: join them, with response_mask 0 on what the model "
-                        "did not write."
+                        f"An agent loop returned several outputs for one rollout ({key}); expected one, because "
+                        "groups count rollouts. Join them, with response_mask 0 on what the model did not write."
                     )
                 lost[uid].update(extra.get("lost_servers", ()))
                 if uid not in raised:
@@ -402,7 +401,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
                 self._counts.ages += ages * (uid in useful)
                 if self.resample:
-                    self.left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling kept others")
+                    self.left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")
                     remove(partition_id, group.dropped, partition_snapshot)
                 elif group.excluded and not group.is_lost():
                     self._fill(partition_id, group, partition_snapshot)

@@ -158,7 +158,7 @@ def add_backend(monkey_patch: ModuleType) -> None:
         kind, attention = model.config.model_type, model.config._attn_implementation
         if kind not in MODEL_TYPES or attention != "flash_attention_2":
             raise ValueError(
-                f"fused_kernel_options.impl_backend={BACKEND} is for {', '.join(MODEL_TYPES)} with flash_attention_2, "
+                f"fused_kernel_options.impl_backend={BACKEND} needs {', '.join(MODEL_TYPES)} with flash_attention_2, "
                 f"but the model is {kind} with {attention}. Set use_fused_kernels=false."
             )
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

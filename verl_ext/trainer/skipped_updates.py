@@ -63,16 +63,16 @@ class SkippedUpdates:
             self._steps[role] = self._steps.get(role, 0) + 1 if skipped == updates > 0 else 0
             if skipped:
                 logger.warning(
-                    "step %d: %d of %d updates (%s) were skipped: the norm of their gradient is no finite number.",
+                    "step %d: %d of %d updates (%s) were skipped because the norm of their gradient is not finite.",
                     *(step, skipped, updates, role),
                 )
             if self._steps[role] >= self._most:
                 raise RuntimeError(
-                    f"All updates ({role}) of {self._steps[role]} steps in a row, up to step {step}, were skipped: the "
-                    "norm of their gradient is no finite number. The weights have not changed since step "
-                    f"{step - self._steps[role]}. If the first steps of the run are among them, look at the data, the "
-                    "model's weights and its dtype. Else go back to a checkpoint before (resume_mode=resume_path), or "
-                    "start a run from its merged model with a lower optim.lr."
+                    f"All updates ({role}) of {self._steps[role]} steps in a row, up to step {step}, were skipped "
+                    "because the norm of their gradient is not finite. The weights have not changed since step "
+                    f"{step - self._steps[role]}. If these include the first steps of the run, check the data, the "
+                    "model's weights and its dtype. Otherwise resume an earlier checkpoint (resume_mode=resume_path), "
+                    "or start a run from its merged model with a lower optim.lr."
                 )
 
 

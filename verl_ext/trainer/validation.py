@@ -28,8 +28,8 @@ class ValidationPlan:
         intervals = [every for _, every in self.schedule.phases] if self.schedule else [self.test_freq]
         if self.light and all(every % self.light.full_every == 0 for every in intervals):
             raise ValueError(
-                f"retool.light_validation.full_every is {self.light.full_every}, and the run validates every "
-                f"{', '.join(map(str, intervals))} steps: no validation would be light. Make full_every larger."
+                f"retool.light_validation.full_every is {self.light.full_every} and the run validates every "
+                f"{', '.join(map(str, intervals))} steps, so no validation would be light. Raise full_every."
             )
 
     def is_due(self, step: int) -> bool:

@@ -31,7 +31,7 @@ class WSDEngineWithLMHead(FSDPEngineWithLMHead):
             return super()._build_lr_scheduler(optimizer)
         warmup, decay = wsd_steps(config)
         if self.rank == 0:
-            print(f"Total steps: {config.total_training_steps}, {warmup} of them warm-up, the last {decay} decay")
+            print(f"Total steps: {config.total_training_steps}, the first {warmup} warm-up, the last {decay} decay")
         return get_wsd_schedule(
             optimizer,
             num_warmup_steps=warmup,

@@ -98,7 +98,7 @@ def test_advantages_of_unequal_groups_are_verls(advantages, estimator):
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_no_number_is_refused(advantages, estimator, reward):
     """verl would make all advantages of the group NaN, and skip the update."""
-    with pytest.raises(ValueError, match=rf"The reward of b_1_0 .* is {reward}; expected a finite one"):
+    with pytest.raises(ValueError, match=rf"The reward of b_1_0 .* is {reward}; expected a finite number"):
         advantages(FILLED | {"b_0_0": 1.0, "b_1_0": reward}, (), estimator)
 
 

@@ -37,7 +37,7 @@ def test_stops_without_progress_or_when_it_collapses(values, stops):
 def test_the_reason_says_what_was_seen_and_expected():
     settings = EarlyStop(**SETTINGS)
     assert reason_to_stop([0.5] * 4, settings) == (
-        "has not risen by min_delta=0.1 above 0.5 in 3 validations (patience=3); it is 0.5"
+        "has not risen by min_delta=0.1 above 0.5 in 3 validations (patience=3), and is 0.5"
     )
     assert reason_to_stop([0.75, 0.25], settings) == "fell to 0.25, more than max_drop=0.25 below its best, 0.75"
 
@@ -72,10 +72,10 @@ def test_a_named_metric_is_looked_for_where_it_belongs():
 def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are():
     misspelt = EarlyStop(**SETTINGS | {"metric": "val-core/aime/acc/mean@30"})
     with pytest.raises(
-        ValueError, match="val-core/aime/acc/mean@30 is not among .*val-core/aime_2024/acc/mean@30, val"
+        ValueError, match="val-core/aime/acc/mean@30 is not one of .*val-core/aime_2024/acc/mean@30, val"
     ):
         watched_value(METRICS, misspelt, light=False)
-    with pytest.raises(ValueError, match=r"val-core/\*/acc/mean@\* is not finite among"):
+    with pytest.raises(ValueError, match=r"val-core/\*/acc/mean@\* is not finite\. Expected"):
         watched_value({"val-core/a/acc/mean@30": math.nan}, EarlyStop(**SETTINGS), light=False)
 
 

@@ -73,4 +73,4 @@ def test_the_alarm_counts_groups_where_rollouts_raised_and_names_the_remedy(capl
         metrics = ExclusionWatch(Journal()).end_step(1, ended(480, 64, raised=4))
     assert metrics["failure/alarm"] == 1 and metrics["failure/share_raised"] == 4 / 64
     assert "step 1: raised kept 6.2% of 64 groups out of training" in caplog.text
-    assert "Correct what the log has as 'Error in _run_prompt'" in caplog.text
+    assert "Fix the error that the log reports as 'Error in _run_prompt'" in caplog.text

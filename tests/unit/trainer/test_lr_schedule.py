@@ -114,7 +114,7 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_more_warm_up_and_decay_than_steps_is_refused(cpu_platform):
-    with pytest.raises(ValueError, match="7 warm-up and 4 decay steps in 10 training steps; expected no more than all"):
+    with pytest.raises(ValueError, match="7 warm-up and 4 decay steps, but only 10 training steps"):
         learning_rates(make_config(lr_warmup_steps=7))
 
 

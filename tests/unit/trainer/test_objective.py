@@ -258,13 +258,13 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
         (
             "gmpo",
             f"algorithm.adv_estimator=tir_otb {ACTOR}.calculate_sum_pi_squared=true {CORRECTION}.bypass_mode=false",
-            "another advantage, and gmpo takes one",
+            "its own advantage; gmpo needs one",
         ),
-        ("gmpo", "algorithm.adv_estimator=gae", "another advantage, and gmpo takes one"),
+        ("gmpo", "algorithm.adv_estimator=gae", "its own advantage; gmpo needs one"),
         (
             "gmpo",
             "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9",
-            "another advantage, and gmpo takes one",
+            "its own advantage; gmpo needs one",
         ),
         ("gspo", f"{ACTOR}.loss_agg_mode=token-mean", "expected seq-mean-token-mean"),
         ("grpo", f"{ACTOR}.policy_loss.unit=group", "the last two with token-mean"),
@@ -280,11 +280,11 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
         ("dr_grpo", f"{ACTOR}.loss_scale_factor=null", "loss_scale_factor is None.*expected a number of tokens"),
         ("dr_grpo", f"{ACTOR}.loss_scale_factor=0", "loss_scale_factor is 0 .*expected a number of tokens above 0"),
         ("dapo", f"{ACTOR}.loss_scale_factor=64", "loss_scale_factor is 64.*null with others"),
-        ("dapo", f"+{ACTOR}.policy_loss.unti=batch", "policy_loss.unti is no key.*Did you mean unit"),
+        ("dapo", f"+{ACTOR}.policy_loss.unti=batch", "policy_loss.unti is not a key.*Did you mean unit"),
         (
             "dapo",
             f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss.unit=batch",
-            "needs one of our objectives",
+            "needs a loss of verl_ext",
         ),
     ],
 )
@@ -309,4 +309,4 @@ def test_an_objective_that_does_not_see_stale_tokens_is_told_where_there_are_som
     from verl_ext.trainer.objective import check_objective
 
     check_objective(compose_run("tiny_dapo", [f"+objective={objective}", f"trainer.v1.trainer_mode={mode}"]))
-    assert ("no term of the loss knows the weights that wrote a token" in caplog.text) == is_told
+    assert ("no term of the loss knows which weights wrote a token" in caplog.text) == is_told

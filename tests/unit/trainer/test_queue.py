@@ -30,7 +30,7 @@ def test_what_a_rollout_found_broken_ends_the_run_before_its_group_is_replaced(m
     stop_where_a_rollout_says_so(buffer)
     queue.tags["uid-0_3_0"] = {"status": "failure", "stops_run": "V gave acc=nan on row 7. Correct the verifier."}
     with pytest.raises(
-        RuntimeError, match="^V gave acc=nan on row 7. Correct the verifier. The same command then goes on"
+        RuntimeError, match="^V gave acc=nan on row 7. Correct the verifier. The same command then continues"
     ):
         buffer.sample(1, partition, 2)
     assert len(queue.groups) == 2, "nothing was generated in its place"

@@ -187,7 +187,7 @@ def test_what_would_make_two_runs_differ_is_refused(key: str, value: Any, told: 
     config = copy.deepcopy(composed("tiny_dapo", "+repeatable=cpu"))
     check_repeatable(config)
     OmegaConf.update(config, key, value)
-    with pytest.raises(ValueError, match="Take \\+repeatable=cpu, or correct them") as raised:
+    with pytest.raises(ValueError, match="Use \\+repeatable=cpu, or correct them") as raised:
         check_repeatable(config)
     assert told in str(raised.value)
 

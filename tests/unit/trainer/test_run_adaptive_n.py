@@ -76,8 +76,8 @@ def test_micro_batches_of_a_fixed_size_are_whole(make, dp_size):
 
 
 def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
-    """Padding could be all of the second one."""
-    with pytest.raises(ValueError, match="use_dynamic_bsz=false has one update a step, got 2"):
+    """The second one could consist only of padding."""
+    with pytest.raises(ValueError, match="use_dynamic_bsz=false allows one update per step, got 2"):
         make(*ADAPTIVE, *FIXED, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4")
 
 
@@ -104,5 +104,5 @@ def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, t
 
 
 def test_adaptive_n_refuses_a_sampler_that_tells_nothing(make):
-    with pytest.raises(ValueError, match="adaptive_n needs .* a sampler that tells .* ReplayBuffer. Name verl_ext"):
+    with pytest.raises(ValueError, match="adaptive_n needs .* a sampler that reports .* ReplayBuffer. Set verl_ext"):
         make(ON["adaptive_n"], "trainer.v1.sampler.custom_sampler.path=null")

@@ -29,7 +29,7 @@ def test_a_run_without_progress_ends_with_a_checkpoint(make, mode, memory, caplo
         "early_stop/value": 0.5,
         "early_stop/best": 0.5,
     }
-    assert "early stop: the run ends after step 6, because the mean validation accuracy has not risen" in caplog.text
+    assert "early stop: the run ends after step 6 because the mean validation accuracy has not risen" in caplog.text
     assert "early stop: ended at step 6; the last checkpoint is of step 6." in caplog.text
 
 
@@ -49,7 +49,7 @@ def test_a_stopped_run_stays_stopped_until_its_settings_change(make, caplog):
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.run_trainer"):
         again.fit(None)
     assert calls.steps == [] and calls.validations == [] and calls.saves == []
-    assert "early stop: this run ended at step 4, because the mean validation accuracy fell to 0.1" in caplog.text
+    assert "early stop: this run ended at step 4 because the mean validation accuracy fell to 0.1" in caplog.text
     for setting in ("retool.early_stop.max_drop=null", "retool.early_stop.enable=false"):
         on, calls = make(ON["early_stop"], setting, resume_at=4)
         on.fit(None)

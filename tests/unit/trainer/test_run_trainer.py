@@ -134,10 +134,10 @@ def test_with_all_options_off_the_loop_is_verls(make):
         ([ON["adaptive_n"], "algorithm.adv_estimator=rloo"], "adaptive_n needs GRPO's baselines .*=rloo"),
         (
             ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=false"],
-            "scores after a batch is sampled.*expected enable_resource_pool=true",
+            "scores after a batch is sampled.*Set enable_resource_pool=true",
         ),
-        ([ON["light"], "trainer.test_freq=0"], "trainer.test_freq is 0, so that the run never validates"),
-        ([ON["early_stop"], "trainer.test_freq=-1"], "trainer.test_freq is -1, so that the run never validates"),
+        ([ON["light"], "trainer.test_freq=0"], "trainer.test_freq is 0, so the run never validates"),
+        ([ON["early_stop"], "trainer.test_freq=-1"], "trainer.test_freq is -1, so the run never validates"),
         ([ON["adaptive_n"], "retool.adaptive_n.phases=[[0,1]]"], "retool.adaptive_n.phases is"),
     ],
 )

@@ -125,7 +125,7 @@ def test_failed_samples_are_in_no_figure_of_a_validation(make, monkeypatch, capl
     assert shares == {"share": 0.25, "sandbox_failure": 0.125, "verifier_unknown": 0.125}
     assert metrics["val-aux/failed/void"] == 0.0  # at the limit, not above it
     assert "2 of 8 samples failed for reasons outside the model (sandbox_failure 1, verifier_unknown 1)" in caplog.text
-    assert "They are in no figure" in caplog.text
+    assert "They count in no metric" in caplog.text
 
 
 @pytest.mark.parametrize("source_of_the_failed", ["tiny", "other"])
@@ -158,7 +158,7 @@ def test_a_validation_that_lost_too_much_is_void_and_moves_nothing(
     rolling.record(metrics, 2)
     assert rolling.values == {}
     assert "50.0% of those of other. That is more than retool.validation.max_failed_share=0.25" in caplog.text
-    assert "moves neither the best checkpoint nor early stop. Start the sandbox" in caplog.text
+    assert "affects neither the best checkpoint nor early stop. Start the sandbox" in caplog.text
 
 
 def test_the_share_that_voids_a_validation_is_a_setting(make, monkeypatch):

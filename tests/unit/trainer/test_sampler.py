@@ -136,7 +136,7 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
         (SANDBOX_DOWN, "Start the sandbox"),
         (UNVERIFIED, "See the reward manager's warnings"),
         (ABORTED, "See the log of the rollout servers"),
-        (RAISED, "Correct what the log has as 'Error in _run_prompt'"),
+        (RAISED, "Fix the error that the log reports as 'Error in _run_prompt'"),
     ],
 )
 def test_a_run_in_which_everything_fails_outside_the_model_stops_and_says_what_to_do(make, mode, failed, remedy):
@@ -152,7 +152,7 @@ def test_the_remedy_is_that_of_most_groups(make):
     down = [info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")] * 8
     _, buffer = make([down, *[RAISED] * 20], batch_size=2, max_num_gen_batches=3)
     with pytest.raises(
-        RuntimeError, match="sandbox_failure 8, raised 7.*Correct what the log has as 'Error in _run_prompt'"
+        RuntimeError, match="sandbox_failure 8, raised 7.*Fix the error that the log reports as 'Error in _run_prompt'"
     ):
         buffer.sample(4, "train", 2)
 
@@ -171,7 +171,7 @@ def test_a_rollout_of_several_outputs_is_refused(make, monkeypatch, mode):
         return found
 
     monkeypatch.setattr(transfer_queue, "kv_list", kv_list)
-    with pytest.raises(ValueError, match=r"several outputs for one rollout \(uid-1_0_1\).*expected one: join them"):
+    with pytest.raises(ValueError, match=r"several outputs for one rollout \(uid-1_0_1\); expected one.*Join them"):
         buffer.sample(1, "train", 2)
 
 
@@ -206,7 +206,7 @@ def test_a_validation_that_stored_nothing_at_all_is_named(make):
     from verl_ext.trainer.exclusions import NothingStored
 
     queue, buffer = make([[], []], batch_size=2, partition="val")
-    with pytest.raises(NothingStored, match="All rollouts of 2 validation prompts raised. Correct what the log has"):
+    with pytest.raises(NothingStored, match="All rollouts of 2 validation prompts raised. Fix the error that the log"):
         buffer.sample(1, "val", 2)
 
 

@@ -81,12 +81,12 @@ def test_groups_without_a_valid_rollout_are_replaced_as_ever(make_buffer):
 
 @pytest.mark.parametrize("settings", [{"resample": "best"}, {"void_turn_filter": "baseline"}, {"void_turn_filter": 1}])
 def test_another_rule_is_refused(make_buffer, settings):
-    with pytest.raises(ValueError, match="expected false, true or loss, and null, paper or code"):
+    with pytest.raises(ValueError, match="expected void_turn_filter=false, true or loss and resample=null, paper"):
         make_buffer([], batch_size=1, **settings)
 
 
 def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buffer):
-    with pytest.raises(ValueError, match="resample='paper'.*not true"):
+    with pytest.raises(ValueError, match="resample='paper'.*resample excludes true"):
         make_buffer([], batch_size=1, void_turn_filter=True, resample="paper")
 
 
@@ -99,7 +99,7 @@ def test_surplus_is_not_kept_where_nothing_is_ever_too_old(make_buffer, strategy
 
 def test_a_misspelt_key_of_the_sampler_is_refused():
     keys = {"filter_groups": {"enable": False, "metric": "acc", "max_num_gen_batches": 1}, "poll_interval_s": 1}
-    with pytest.raises(ValueError, match="sampler_kwargs.max_stalenes is no key; expected one of filter_groups, keep"):
+    with pytest.raises(ValueError, match="sampler_kwargs.max_stalenes is unknown; expected one of filter_groups, keep"):
         DapoReplayBuffer(sampler_kwargs=keys | {"max_stalenes": 1})
 
 

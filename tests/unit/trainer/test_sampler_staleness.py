@@ -33,7 +33,7 @@ def test_old_responses_are_left_out_like_failed_ones(make, mode):
     ends, _ = buffer.take_prompt_ends()
     assert ends == {"uid-0": "stale", "uid-1": "trained", "uid-2": "equal", "uid-3": "trained", "uid-4": "trained"}
     assert len(batch.keys) == 12 and "uid-1_3_0" not in batch.keys  # a copy of another one is in its place
-    because = "left out of the batch: a token of weights that are older than max_staleness allows"
+    because = "left out of the batch: a token from weights older than max_staleness allows"
     assert buffer.left_out == {"uid-1_3_0": because}
     assert metrics["staleness/dropped"] == 4 and metrics["staleness/max"] == 0 and metrics["failure/groups_filled"] == 1
     assert not any(metrics[name] for name in metrics if name.startswith("failure/") and "groups_filled" not in name)
@@ -102,7 +102,7 @@ def test_a_server_without_versions_and_values_that_cannot_be_are_refused(make):
     _, buffer = make([[info(0), info(1)]], batch_size=1)
     assert "staleness/max" not in buffer.sample(5, "train", 1)[1]
     for value, resample in ((-1, None), ("1", None), (0.5, None), (1, "paper")):
-        with pytest.raises(ValueError, match=f"max_staleness={value!r}, .* null, or 0, 1, ... without resample"):
+        with pytest.raises(ValueError, match=f"max_staleness={value!r}, .*=null, or 0, 1, ... without resample"):
             make([], batch_size=0, max_staleness=value, resample=resample)
 
 

@@ -64,7 +64,7 @@ def test_that_equal_groups_are_taken_is_said_once_in_each_step(make, caplog):
         buffer.wait_for_sampleable(3, "train", 2)
         assert [buffer.get_sampleable_count(3, "train") for _ in range(3)] == [6] * 3  # looked again, said nothing
         buffer.sample(3, "train", 2)
-        assert caplog.text.count("step 3:") == 1 and "others are taken now" in caplog.text
+        assert caplog.text.count("step 3:") == 1 and "are replaced by others" in caplog.text
         buffer.sample(4, "train", 2)
         assert caplog.text.count("step 4:") == 1
 

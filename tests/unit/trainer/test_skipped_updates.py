@@ -43,7 +43,7 @@ def test_a_batch_without_an_update_of_the_actor_counts_none(cpu_platform):
 
 def test_skipped_updates_are_told(watch, caplog):
     watch().end_step(7, step_of(2, 4))
-    assert "step 7: 2 of 4 updates (actor) were skipped: the norm of their gradient is no finite" in caplog.text
+    assert "step 7: 2 of 4 updates (actor) were skipped because the norm of their gradient is not finite" in caplog.text
     caplog.clear()
     watch().end_step(8, step_of(0, 4) | {"actor/grad_norm": 0.1})
     assert not caplog.text
