@@ -1,4 +1,4 @@
-"""The documentation as a site: `python -m sphinx -W -b html docs outputs/site` (scripts/test.sh unit builds it).
+"""Build the documentation as a site: `python -m sphinx -W -b html docs outputs/site`; scripts/test.sh unit does it.
 
 Markdown by MyST, theme Furo, reference of the library parts by autoapi, which reads the source and imports none of it.
 """
@@ -23,7 +23,8 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
 html_theme = "furo"
-html_static_path: list[str] = []
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 # Parts that are useful as a library; the rest of the package is for its commands.
@@ -32,7 +33,7 @@ autoapi_root = "reference/api"
 autoapi_add_toctree_entry = False
 autoapi_keep_files = False
 autoapi_options = ["members", "undoc-members", "show-module-summary"]
-SECTION_BODY = re.compile(r"^\s+\*{0,2}\w+(?: \([^)]*\))?: ")  # an argument, whose text goes on below it
+SECTION_BODY = re.compile(r"^\s+\*{0,2}\w+(?: \([^)]*\))?: ")  # an argument, whose text continues below it
 PUBLIC = (
     "verl_ext.objectives",
     "verl_ext.sandbox.client",
@@ -48,7 +49,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "verl_ext"
 
 
 def is_shown(name: str) -> bool:
-    """Whether a module is one of the public parts, or a package above one."""
+    """Return whether a module is one of the public parts, or a package above one."""
     return any(name == part or name.startswith(f"{part}.") or part.startswith(f"{name}.") for part in PUBLIC)
 
 
@@ -66,7 +67,7 @@ def skip(app: Sphinx, what: str, name: str, obj: object, skipped: bool, options:
 
 
 def as_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings are plain text with back quotes: escape what reStructuredText would read as markup in the rest."""
+    """Escape what reStructuredText would read as markup: docstrings are plain text with back quotes."""
     written: list[str] = []
     for line in lines:
         parts = line.split("`")
