@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 import pytest
@@ -245,13 +246,13 @@ async def test_a_server_that_hangs_does_not_hold_every_call_up(start, monkeypatc
     """It rests for as long as a program may run, and is then asked again."""
     monkeypatch.setattr("verl_ext.sandbox.client.ANSWER_GRACE_S", 0.0)
     hung, server = await start(hang), await start(answer)
-    client = SandboxClient([hung.url, server.url], queue_timeout_s=4, backoff_s=0.01)
+    client = SandboxClient([hung.url, server.url], queue_timeout_s=2, backoff_s=0.01)
     for number in (1, 2):
-        assert client._rests_until[0] < time.monotonic() + 2.1
+        assert client._rests_until[0] < time.monotonic() + 1.1
         client._rests_until[0], client._in_flight[1] = 0.0, 1  # so that the first call goes to the one that hangs
-        assert (await client.run("1", timeout_s=2)).attempts == 2
+        assert (await client.run("1", timeout_s=1)).attempts == 2
         client._in_flight[1] = 0
-        assert [(await client.run("1", timeout_s=2)).attempts for _ in range(10)] == [1] * 10
+        assert [(await client.run("1", timeout_s=1)).attempts for _ in range(10)] == [1] * 10
         assert len(hung.bodies) == number
     await client.aclose()
 
@@ -269,7 +270,8 @@ async def test_a_server_that_is_back_gets_calls_again(start):
 
 async def test_server_that_is_killed_under_load_costs_no_answer(client_of):
     """One of three real servers. Calls that it had, and calls that it then refuses, are made again elsewhere."""
-    servers = [Server("--preload", "", workers=1) for _ in range(3)]
+    with ThreadPoolExecutor() as executor:
+        servers = list(executor.map(lambda _: Server("--preload", "", workers=1), range(3)))
     client = client_of([server.url for server in servers])
     try:
         calls = [asyncio.create_task(client.run(f"import time; time.sleep(0.05); print({n})")) for n in range(60)]

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -31,33 +32,32 @@ def server(request) -> Iterator[Server]:
 
 
 @needs_root
-@pytest.mark.parametrize("session", [None, "s"])
-def test_program_that_survives_sigkill_is_a_timeout_in_time(server, session):
+def test_program_that_survives_sigkill_is_a_timeout_in_time(server):
     """Like a process that waits for a disk, a traced one is not gone until its tracer, this process, lets it go."""
     libc = ctypes.CDLL(None, use_errno=True)
-    answers: list[dict] = []
-    stuck = None
+    code = "import time; print('partial', flush=True); time.sleep(60)"
+    answers, stuck = [], []
     try:
-        code = "import time; print('partial', flush=True); time.sleep(60)"
-        fields = {"run_timeout": TIMEOUT_S, "session_id": session}
-        thread = threading.Thread(target=lambda: answers.append(server.run(code, **fields)))
-        before = {process.pid for process in server.descendants()}
-        started = time.monotonic()
-        thread.start()
-        stuck = wait_for_program(server, but=before, fds=(3, 4)).pid
-        assert libc.ptrace(0x4206, stuck, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
-        thread.join()
+        with ThreadPoolExecutor() as executor:
+            for session in (None, "s"):
+                before = {process.pid for process in server.descendants()}
+                answers.append(executor.submit(server.run, code, run_timeout=TIMEOUT_S, session_id=session))
+                stuck.append(wait_for_program(server, but=before, fds=(3, 4)).pid)
+                assert libc.ptrace(0x4206, stuck[-1], 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
+            started = time.monotonic()
         assert time.monotonic() - started < TIMEOUT_S + ANSWER_S
-        result = answers[0]["run_result"]
-        assert (result["status"], result["return_code"], result["stdout"]) == ("TimeLimitExceeded", None, "partial\n")
-        assert psutil.pid_exists(stuck)
+        for answer in answers:
+            result = answer.result()["run_result"]
+            assert (result["status"], result["return_code"]) == ("TimeLimitExceeded", None)
+            assert result["stdout"] == "partial\n"
+        assert all(map(psutil.pid_exists, stuck))
         assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
         assert server.run("print(x)", session_id="bystander")["run_result"]["stdout"] == "kept\n"
     finally:
-        if stuck:
+        for pid in stuck:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(stuck, 0x40000000)  # __WALL
-    wait_until(lambda: not psutil.pid_exists(stuck))
+                os.waitpid(pid, 0x40000000)  # __WALL
+    wait_until(lambda: not any(map(psutil.pid_exists, stuck)))
 
 
 def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run_again():
@@ -95,10 +95,17 @@ async def test_no_program_is_blamed_where_all_is_killed_twice_while_others_ask(s
         while not program.done():
             await client.run("print(1)", timeout_s=5)
 
-    program = asyncio.create_task(client.run("import time; time.sleep(3); print('ran')", timeout_s=10))
+    def runs_longer_than_those_of_the_others() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(p.num_fds() == 3 and time.time() - p.create_time() > 0.3 for p in server.descendants()[1:])
+        return False
+
+    program = asyncio.create_task(client.run("import time; time.sleep(1.5); print('ran')", timeout_s=10))
     others = asyncio.create_task(ask())
-    for pause_s in (1.0, 2.0):
-        await asyncio.sleep(pause_s)
+    for _ in range(2):
+        async with asyncio.timeout(10):
+            while not runs_longer_than_those_of_the_others():
+                await asyncio.sleep(0.02)
         for process in server.descendants():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the one before
                 process.kill()
@@ -112,50 +119,54 @@ WORK = "time.sleep(1)\nwhile time.process_time() < 0.5: pass"
 PRINT = "print('ran', flush=True)"
 
 
-@pytest.mark.parametrize(
-    ("code", "timeout_s", "status"),
-    [
-        (f"time.sleep(1); {PRINT}", 2, "Finished"),
-        (f"time.sleep(1); {PRINT}\nwhile True: pass", 2, "TimeLimitExceeded"),
-        (f"{WORK}\n{PRINT}", 3, "Finished"),  # the worker wakes less than a second after this limit
-    ],
-)
-def test_time_in_which_worker_and_program_stand_still_is_not_the_programs(code, timeout_s, status):
-    """As in a container that was frozen for a while. The worker wakes first, after the time limit."""
-    server, answers = Server("--preload", "", workers=1), []
+STOPPED = [
+    (f"time.sleep(1); {PRINT}", 2, "Finished"),
+    (f"time.sleep(1); {PRINT}\nwhile True: pass", 2, "TimeLimitExceeded"),
+    (f"{WORK}\n{PRINT}", 3, "Finished"),  # the worker wakes less than a second after this limit
+]
+
+
+def test_time_in_which_workers_and_programs_stand_still_is_not_the_programs():
+    """As in a container that was frozen for a while. The workers wake first, after the time limits."""
+    server = Server("--preload", "", workers=len(STOPPED))
+    answers, programs = [], []
     try:
         server.run("pass")
-        fields = {"code": f"import time\n{code}", "run_timeout": timeout_s}
-        thread = threading.Thread(target=lambda: answers.append(server.run(**fields)))
-        thread.start()
-        program = wait_for_program(server)
-        worker = program.parent()
-        worker.suspend()
-        program.suspend()
-        time.sleep(3.2)
-        worker.resume()
-        time.sleep(0.2)
-        program.resume()
-        thread.join()
+        with ThreadPoolExecutor() as executor:
+            for code, timeout_s, _ in STOPPED:
+                answers.append(executor.submit(server.run, f"import time\n{code}", run_timeout=timeout_s))
+                programs.append(wait_for_program(server, but=[program.pid for program in programs]))
+                programs[-1].parent().suspend()
+                programs[-1].suspend()
+            time.sleep(3.2)
+            for program in programs:
+                program.parent().resume()
+            time.sleep(0.2)
+            for program in programs:
+                program.resume()
+        results = [answer.result()["run_result"] for answer in answers]
     finally:
         server.stop()
-    assert (answers[0]["run_result"]["status"], answers[0]["run_result"]["stdout"]) == (status, "ran\n")
+    assert [(result["status"], result["stdout"]) for result in results] == [(end, "ran\n") for *_, end in STOPPED]
 
 
-@pytest.mark.parametrize(("limit_s", "answered_s"), [(0.7, 1.0), (1, 2.7), (3, 3.6)])
-async def test_an_answer_that_comes_while_the_server_stands_still_or_soon_after_is_taken(limit_s, answered_s):
+async def test_an_answer_that_comes_while_the_server_stands_still_or_soon_after_is_taken():
     """From .05 s to 2.55 s: beyond the limit, or before it."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
     loop = asyncio.get_running_loop()
-    with ours, theirs:
-        threading.Timer(answered_s, theirs.send, [b"answer"]).start()
-        loop.call_later(0.05, time.sleep, STALL_S + 1.5)
-        assert await within(limit_s, loop.sock_recv(ours, 6)) == b"answer"
-        with pytest.raises(TimeoutError):
-            await within(0.1, loop.sock_recv(ours, 6))
-        theirs.send(b"later")  # no caller waits any more
-        assert await loop.sock_recv(ours, 6) == b"later"
+
+    async def check(limit_s: float, answered_s: float) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours, theirs:
+            threading.Timer(answered_s, theirs.send, [b"answer"]).start()
+            assert await within(limit_s, loop.sock_recv(ours, 6)) == b"answer"
+            with pytest.raises(TimeoutError):
+                await within(0.1, loop.sock_recv(ours, 6))
+            theirs.send(b"later")  # no caller waits any more
+            assert await loop.sock_recv(ours, 6) == b"later"
+
+    loop.call_later(0.05, time.sleep, STALL_S + 1.5)
+    await asyncio.gather(check(0.7, 1.0), check(1, 2.7), check(3, 3.6))
 
 
 @pytest.fixture(params=machines("all layers", "plain Docker"))

@@ -9,7 +9,7 @@ from tests.unit.sandbox.hostile.attacks import ISOLATION, HostileServer
 from tests.unit.sandbox.server_process import SECRET
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def started_server() -> Iterator[HostileServer]:
     server = HostileServer("--isolation", ISOLATION)
     yield server
@@ -23,7 +23,7 @@ def server(started_server: HostileServer) -> Iterator[HostileServer]:
     started_server.check()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def started_forking() -> Iterator[HostileServer]:
     server = HostileServer("--isolation", ISOLATION, "--allow-subprocess", "--preload", "")
     yield server
