@@ -25,7 +25,7 @@ def prepare(source: str, name: str, out: Path, *, split: str = "train", protocol
     problems, report = clean_problems(read_problems(source, split=split), evaluation=None, integer_answers=True)
     print(report)
     if report.kept < report.rows:
-        raise DataError(f"{source}: {report.rows - report.kept} of {report.rows} rows are unusable or there twice.")
+        raise DataError(f"{source}: {report.rows - report.kept} of {report.rows} rows are unusable or duplicates.")
     for problem in problems:
         if not 0 <= int(problem.answer) <= 999:
             raise DataError(f"{source}, {problem.id}: the answer is {problem.answer}; AIME's are from 0 to 999.")
@@ -35,9 +35,9 @@ def prepare(source: str, name: str, out: Path, *, split: str = "train", protocol
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="parquet or JSONL file, or hub data set, instead of the built-in problems")
-    parser.add_argument("--split", default="train", help="of a hub data set (default: %(default)s)")
+    parser.add_argument("--split", default="train", help="split of a hub data set (default: %(default)s)")
     parser.add_argument("--name", help="data source of the rows of --input, e.g. aime_2025")
-    parser.add_argument("--out", type=Path, help="parquet file for --input; otherwise a folder (default: data)")
+    parser.add_argument("--out", type=Path, help="parquet file to write with --input, else the folder (default: data)")
     parser.add_argument(
         "--protocol", choices=PROMPTS, default="code", help="retool.protocol of the run (default: %(default)s)"
     )

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--train", default=HUB, help="JSONL or parquet file, or hub data set (default: %(default)s)")
     parser.add_argument("--test", default=HUB, help="the same (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the training problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of the training problems")
     parser.add_argument("--sft", type=int, default=3000, help="SFT traces; the rest is for RL (default: %(default)s)")
     parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
     args = parser.parse_args()

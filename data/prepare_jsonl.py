@@ -20,20 +20,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, help="JSONL or parquet file, a folder of them, or hub data set")
     parser.add_argument("--out", type=Path, required=True, help="parquet file to write")
-    parser.add_argument("--name", required=True, help="data source; metrics are shown by it")
-    parser.add_argument("--split", default="train", help="train, or test for a set to evaluate on (default: train)")
-    parser.add_argument("--problem-column", help="dots lead into objects; found by itself where it has a usual name")
+    parser.add_argument("--name", required=True, help="data source, under which metrics are reported")
+    parser.add_argument("--split", default="train", help="train, or test for an evaluation set (default: train)")
+    parser.add_argument("--problem-column", help="with dots for nested objects; a usual name is found by itself")
     parser.add_argument("--answer-column")
-    parser.add_argument("--integer-answers", action="store_true", help="drop problems with other answers")
+    parser.add_argument("--integer-answers", action="store_true", help="drop problems whose answer is not an integer")
     parser.add_argument(
-        "--evaluation", nargs="*", default=[], metavar="FILE", help="problems to keep out, beside AIME 2024 and 2025"
+        "--evaluation", nargs="*", default=[], metavar="FILE", help="problems to exclude besides AIME 2024 and 2025"
     )
     parser.add_argument(
         "--protocol", choices=PROMPTS, default="code", help="retool.protocol of the run (default: %(default)s)"
     )
     args = parser.parse_args()
     if bool(args.problem_column) != bool(args.answer_column):
-        parser.error("--problem-column and --answer-column come together")
+        parser.error("--problem-column and --answer-column need each other")
     problems, report = clean_problems(
         read_problems(
             args.input,

@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="folder of train.csv and dev.csv")
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of train.csv")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of train.csv")
     parser.add_argument("--sft", type=int, default=600, help="SFT traces; the rest is for RL (default: %(default)s)")
     parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
     args = parser.parse_args()

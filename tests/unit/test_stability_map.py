@@ -80,7 +80,7 @@ def test_a_run_that_is_there_is_not_made_again(script, played, tmp_path, capsys)
     script.main(["--out", str(tmp_path)])
     assert len(played) == len(set(played)) == 36
     script.main(["--out", str(tmp_path)])
-    assert len(played) == 36 and "36 of 36 runs are there." in capsys.readouterr().out
+    assert len(played) == 36 and "36 of 36 runs are done." in capsys.readouterr().out
     assert (tmp_path / "stability_cosine.svg").is_file()
 
 

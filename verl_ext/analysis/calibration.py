@@ -83,11 +83,11 @@ def own_run(folder: Path) -> Run:
     """
     files, config = list(folder.glob("metrics*.jsonl")), folder / "hydra" / "config.yaml"
     if not files or not config.is_file():
-        raise ValueError(f"{folder} has no metrics*.jsonl or no hydra/config.yaml: expected the folder of an RL run.")
+        raise ValueError(f"{folder} has no metrics*.jsonl or no hydra/config.yaml. Expected the folder of an RL run.")
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     mode = settings["trainer"]["v1"]["trainer_mode"]
     if mode != "sync":
-        raise ValueError(f"{folder} ran in mode {mode}: speeds are found from runs in mode sync.")
+        raise ValueError(f"{folder} ran in mode {mode}. Speeds can be fitted only to runs in mode sync.")
     rollout, trainer = settings["actor_rollout_ref"]["rollout"], settings["trainer"]
     gpus = trainer["nnodes"] * trainer["n_gpus_per_node"]
     workers = settings["retool"]["sandbox"]["max_concurrency"] * rollout["agent"]["num_workers"]
@@ -96,7 +96,7 @@ def own_run(folder: Path) -> Run:
     prompts, active = settings["data"]["train_batch_size"], bool(settings["algorithm"]["filter_groups"]["enable"])
     run = Run(str(folder), read_metrics(files), prompts, rollout["n"], machine, (), active)
     if len(run.steps) < 3:
-        raise ValueError(f"{folder} has {len(run.steps)} steps with timing_s/gen: expected at least 3.")
+        raise ValueError(f"{folder} has {len(run.steps)} steps with timing_s/gen; expected at least 3.")
     run = replace(run, fitted=tuple(run.steps[: max(2, len(run.steps) // 3)]))
     run = replace(run, machine=trainer_speeds(run))
     return replace(run, machine=fit(run, (speed.slots,)))

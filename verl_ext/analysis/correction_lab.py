@@ -174,8 +174,8 @@ def describe(recorded: RecordedBatch, step: int) -> str:
     mask = recorded.mask
     versions = sorted({each for pair in recorded.versions for each in pair if each is not None})
     distance = {
-        "trainer and rollout engine at the start": recorded.old_log_prob - recorded.rollout_log_prob,
-        "trainer at the end and at the start": recorded.log_prob - recorded.old_log_prob,
+        "trainer versus rollout engine at the start": recorded.old_log_prob - recorded.rollout_log_prob,
+        "trainer at the end versus at the start": recorded.log_prob - recorded.old_log_prob,
     }
     written = f"versions {versions[0]} to {versions[-1]}" if versions else "unknown versions"
     return "\n".join(
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or the quickstart's above it")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="whose batch was recorded")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step whose batch was recorded")
     parser.add_argument("--out", type=Path, help="folder of the results (default: correction_lab in the run's folder)")
     args = parser.parse_args(argv)
     try:

@@ -118,7 +118,7 @@ class Simulation:
             first = min(waits)
             timer = self._timers[0][0] - self.now_s if self._timers else math.inf
             if min(first, timer) == math.inf:
-                raise RuntimeError(f"At {self.now_s:g} s nothing runs and nothing is due, before the end is reached.")
+                raise RuntimeError(f"At {self.now_s:g} s nothing runs and nothing is due, but the end is not reached.")
             is_timer = timer <= first
             step = max(0.0, min(first, timer))
             for server in self.servers:

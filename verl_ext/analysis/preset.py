@@ -180,7 +180,7 @@ def read_preset(name: str, run: str = RUN) -> Preset:
     """
     known = sorted({path.stem for path in (CONFIGS / "objective").glob("*.yaml")} - NEEDS_MORE.keys())
     if name not in known:
-        why = f"needs {NEEDS_MORE[name]}, which a batch does not have" if name in NEEDS_MORE else "is no preset"
+        why = f"needs {NEEDS_MORE[name]}, which a batch does not have" if name in NEEDS_MORE else "is not a preset"
         raise ValueError(f"objective={name} {why}; expected one of {', '.join(known)}.")
     return Preset(name, compose_run(run, [f"objective={name}"]))
 

@@ -78,7 +78,7 @@ def coarser(machine: Machine, shape: Shape, factor: int) -> tuple[Machine, Shape
     """
     sizes = (machine.speed.slots, machine.workers, shape.prompts)
     if any(size % factor for size in sizes):
-        raise ValueError(f"{sizes} turns, sandbox workers and groups: expected multiples of {factor}.")
+        raise ValueError(f"{sizes} turns, sandbox workers and groups; expected multiples of {factor}.")
     slots, workers, prompts = (size // factor for size in sizes)
     speed = replace(machine.speed, slots=slots, context_s=machine.speed.context_s * factor)
     costs = {"log_prob_s": machine.log_prob_s * factor, "update_s": machine.update_s * factor}
@@ -179,8 +179,8 @@ def asynchronous(
     """
     if not 0 < rollout_gpus < machine.gpus or rollout_gpus % machine.gpus_per_server:
         raise ValueError(
-            f"{rollout_gpus} of {machine.gpus} GPUs for servers of {machine.gpus_per_server}: expected a multiple of "
-            "these that leaves some to the trainer."
+            f"{rollout_gpus} of {machine.gpus} GPUs are for servers of {machine.gpus_per_server} GPUs each; expected "
+            "a multiple of that number which leaves some for the trainer."
         )
     player = _Player(machine, rollout_gpus, shape, useful, seed)
     simulation = player.simulation

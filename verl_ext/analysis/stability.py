@@ -41,11 +41,11 @@ def read_runs(path: Path) -> dict[Cell, dict]:
     """
     found: dict[Cell, dict] = {}
     if path.exists():
-        expected = "a run of the map: delete the line, and the run is made again"
+        expected = "a run of the map (delete the line to repeat the run)"
         found = dict(jsonl.read(path, lambda row: (Cell(**row["cell"]), {"steps": row["steps"]} | row), expected))
     steps = sorted({result["steps"] for result in found.values()})
     if len(steps) > 1:
-        raise ValueError(f"{path} has runs of {steps} steps: they cannot be compared. Delete those of one kind.")
+        raise ValueError(f"{path} has runs of {steps} steps, which cannot be compared. Delete all but one kind.")
     return found
 
 
@@ -103,7 +103,7 @@ def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dic
             f"{each.masked:>9.4f}{cosine:>8}"
         )
     there = sum(each.seeds for each in summaries(objectives, conditions, found).values())
-    lines.append(f"{there} of {wanted} runs are there.")
+    lines.append(f"{there} of {wanted} runs are done.")
     return "\n".join(lines)
 
 
@@ -114,8 +114,8 @@ def write_maps(
     figures = {
         "accuracy": ("Accuracy on held-out problems, with 95% intervals over seeds", (0.3, 1.0)),
         "collapsed": ("Share of runs that end below their start", (0.0, 1.0)),
-        "masked": ("Shares of tokens clipped and dropped, added", (0.0, 0.2)),
-        "cosine": ("Cosine of the gradient and that of fresh rollouts", (0.0, 1.0)),
+        "masked": ("Share of tokens clipped or dropped", (0.0, 0.2)),
+        "cosine": ("Cosine between the gradient and that of fresh rollouts", (0.0, 1.0)),
     }
     summed, paths = summaries(objectives, conditions, found), []
     for figure, (title, scale) in figures.items():

@@ -64,8 +64,8 @@ def error_table(run: Run, compared: Sequence[Compared]) -> str:
     """Return logged and simulated times of each step, their differences, and means of these over steps not fitted."""
     speed = run.machine.speed
     lines = [
-        f"{run.name}: {speed.slots} turns at once, {1e3 * speed.iteration_s:.3g} ms an iteration and "
-        f"{1e9 * speed.context_s:.3g} ns more a token of context; fitted to steps "
+        f"{run.name}: {speed.slots} turns at once, {1e3 * speed.iteration_s:.3g} ms per iteration plus "
+        f"{1e9 * speed.context_s:.3g} ns per token of context; fitted to steps "
         f"{', '.join(map(str, run.fitted))} (marked *)",
         f"{'step':>6} {'rollouts, s':>12} {'simulated':>10} {'error':>7} {'response, s':>12} {'simulated':>10} "
         f"{'error':>7} {'step, s':>9} {'simulated':>10} {'error':>7}",
@@ -148,19 +148,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="also print the error on this run's steps")
-    parser.add_argument("--step", type=int, default=1, help="of the published run, for the modes (default: 1)")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="also print the error on these runs' steps")
+    parser.add_argument("--step", type=int, default=1, help="step of the published run to simulate (default: 1)")
     parser.add_argument("--useful", type=float, default=0.7, help="assumed share of useful groups (default: 0.7)")
-    parser.add_argument("--tool-s", type=float, help="seconds of a call, instead of the published run's")
-    parser.add_argument("--workers", type=int, help="of the sandbox, instead of the published run's 128")
-    parser.add_argument("--gpus", type=int, default=8, help="a multiple of 4 (default: 8)")
-    parser.add_argument(
-        "--rollout-gpus", type=int, help="of the servers in asynchronous modes (default: half, in fours)"
-    )
-    parser.add_argument("--steps", type=int, default=8, help="that a mean of a mode is over (default: 8)")
-    parser.add_argument("--fit", action="store_true", help="find the published run's speeds again; takes minutes")
+    parser.add_argument("--tool-s", type=float, help="seconds per call, instead of the published run's")
+    parser.add_argument("--workers", type=int, help="sandbox workers, instead of the published run's 128")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs, a multiple of 4 (default: 8)")
+    parser.add_argument("--rollout-gpus", type=int, help="GPUs of the servers in asynchronous modes (default: half)")
+    parser.add_argument("--steps", type=int, default=8, help="steps to average over in each mode (default: 8)")
+    parser.add_argument("--fit", action="store_true", help="fit the published run's speeds again (takes minutes)")
     picture = "outputs/step_time.svg"
-    parser.add_argument("--out", type=Path, default=Path(picture), help=f"picture (default: {picture})")
+    parser.add_argument("--out", type=Path, default=Path(picture), help=f"file of the picture (default: {picture})")
     args = parser.parse_args(argv)
     published = published_run()
     if args.step not in published.steps or not 0 < args.useful <= 1:
@@ -176,8 +174,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = replace(shape, tool_s=shape.tool_s if args.tool_s is None else args.tool_s)
         machine = _scaled(published.machine, args.gpus, args.workers)
         print(
-            f"\nA step like step {args.step} of the published run on {machine.gpus} GPUs, a call of {shape.tool_s:.3g} "
-            f"s, {machine.workers} sandbox workers; {args.useful:g} of the groups useful (assumed)"
+            f"\nA step like step {args.step} of the published run on {machine.gpus} GPUs, with {shape.tool_s:.3g} s "
+            f"per call, {machine.workers} sandbox workers and an assumed share of useful groups of {args.useful:g}"
         )
         gpus = args.rollout_gpus or max(4, args.gpus // 8 * 4)
         machine, shape = coarser(machine, shape, COARSE)
@@ -185,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(variant_table(found))
         draw_charts(compared, found, args.out)
     except KeyError as error:
-        sys.exit(f"step_time: a run has no {error} in its metrics or config: expected an RL run of these configs")
+        sys.exit(f"step_time: a run has no {error} in its metrics or config. Expected an RL run of these configs")
     except (OSError, ValueError) as error:
         sys.exit(f"step_time: {error}")
     print(f"\nPicture: {args.out}")
@@ -194,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _scaled(machine: Machine, gpus: int, workers: int | None) -> Machine:
     """Return the machine with another number of GPUs; the trainer's speed is proportional to it."""
     if gpus < 2 * machine.gpus_per_server or gpus % machine.gpus_per_server:
-        raise ValueError(f"--gpus {gpus}: expected a multiple of {machine.gpus_per_server}, at least twice as many.")
+        raise ValueError(f"--gpus {gpus}: expected a multiple of {machine.gpus_per_server}, two or more of them.")
     factor = machine.gpus / gpus
     return replace(
         machine,

@@ -45,7 +45,7 @@ class TinyModel:
             config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
         )
         if config["num_key_value_heads"] != self.heads or not config["tie_word_embeddings"]:
-            raise ValueError("The harness computes a model with one key head a query head and tied embeddings.")
+            raise ValueError("The harness supports only models with one key head per query head and tied embeddings.")
         self.eps, self.end, self.pad = (config[name] for name in ("rms_norm_eps", "eos_token_id", "pad_token_id"))
         head = self.width // self.heads
         theta = config["rope_parameters"]["rope_theta"]

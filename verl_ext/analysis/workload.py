@@ -101,7 +101,7 @@ def cut_log_normal(mean: float, longest: float, share: float) -> tuple[float, fl
         ValueError: there is no such distribution, because the mean is not below the longest.
     """
     if not 0 < mean < longest or not 0 < share < 1:
-        raise ValueError(f"A mean of {mean:g} tokens, {share:.3g} of the responses with {longest:g}: no distribution.")
+        raise ValueError(f"No distribution has a mean of {mean:g} tokens if a share of {share:.3g} has {longest:g}.")
     z = _NORMAL.inv_cdf(1 - share)
     low, high = 1e-6, 10.0  # sigma: the mean falls with it
     for _ in range(80):

@@ -77,8 +77,8 @@ class SharedFileCheckpointEngine(CheckpointEngine):
         while not self._path.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"The trainer wrote no weights to {self._path} in {_TIMEOUT_S:.0f} s. Trainer and rollout must be "
-                    "on one machine for checkpoint_engine.backend=shared_file; the trainer's log may say more."
+                    f"The trainer wrote no weights to {self._path} within {_TIMEOUT_S:.0f} s. See its log. With "
+                    "checkpoint_engine.backend=shared_file, trainer and rollout must be on the same machine."
                 )
             await asyncio.sleep(_POLL_S)
         for name, weight in torch.load(self._path).items():

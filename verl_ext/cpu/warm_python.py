@@ -192,7 +192,7 @@ def _preload() -> None:
         importlib.import_module(name)
     del sys.modules["ray"]
     if threading.active_count() > 1:
-        raise RuntimeError(f"{threading.enumerate()} run after the imports of warm_python; a fork would lose them.")
+        raise RuntimeError(f"{threading.enumerate()} run after the imports of warm_python, and a fork would lose them.")
     gc.collect()
     gc.freeze()  # so that no collection in a fork walks, and so copies, the shared pages
 

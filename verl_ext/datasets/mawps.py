@@ -40,7 +40,7 @@ def read_file(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """
     if not path.is_file():
         raise DataError(
-            f"{path} is not there. MAWPS is not in this repository; take train.csv and dev.csv of a fold from "
+            f"{path} does not exist. MAWPS is not in this repository. Download train.csv and dev.csv of a fold from "
             "github.com/arkilpatel/SVAMP, data/cv_mawps/fold0, and name their folder."
         )
     with open(path, encoding="utf-8", newline="") as file:
@@ -77,9 +77,9 @@ def infix(prefix: Sequence[str], numbers: Sequence[str]) -> str:
     try:
         text = read(True)
     except (StopIteration, IndexError, ValueError):
-        raise DataError(f"no equation in prefix form: {' '.join(prefix)!r} over {len(numbers)} numbers.") from None
+        raise DataError(f"not an equation in prefix form: {' '.join(prefix)!r} over {len(numbers)} numbers.") from None
     if rest := list(words):
-        raise DataError(f"no equation in prefix form: {' '.join(prefix)!r} goes on with {' '.join(rest)!r}.")
+        raise DataError(f"not an equation in prefix form: {' '.join(prefix)!r} is followed by {' '.join(rest)!r}.")
     return text
 
 
@@ -103,9 +103,9 @@ def split_fold(folder: Path, *, seed: int, sft: int, rl: int | None, test: int |
     (held_out, others), report = split_apart(dev, train)
     if len(others) < sft:
         raise DataError(
-            f"{folder}: {len(others)} problems are left for training, expected {sft} and more. Ask for fewer."
+            f"{folder}: {len(others)} problems are left for training; expected at least {sft}. Ask for fewer."
         )
-    print(f"apart from the test: {report}")
+    print(f"without the problems of the test: {report}")
     (first, rest), report = split_apart(others[:sft], others[sft:])
-    print(f"RL apart from SFT: {report}")
+    print(f"RL, without the problems of SFT: {report}")
     return [held_out[:test], first, rest[:rl]]

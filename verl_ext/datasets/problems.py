@@ -116,7 +116,7 @@ def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[di
     column_of(row, "data_source", where)
     answer = column_of(row, "reward_model.ground_truth", where, (str, int, float, list))
     if answer in ("", []) or (isinstance(answer, str) and not answer.strip()):
-        raise DataError(f"{where}, column reward_model.ground_truth: it is empty, so that no answer could be right.")
+        raise DataError(f"{where}, column reward_model.ground_truth: it is empty, so no answer could be right.")
     if not messages or messages[-1]["role"] != "user":
         raise DataError(f"{where}, column {prompt_key}: the last message is not the user's.")
     return messages, answer
@@ -232,8 +232,8 @@ def _find_columns(row: dict[str, Any], where: str) -> tuple[str, str]:
             return columns
     known = "; ".join(" and ".join(columns) for columns in KNOWN_COLUMNS)
     raise DataError(
-        f"{where}: no known columns of problem and answer; the row has {', '.join(row)}. Expected one of: {known}. "
-        "data/prepare_jsonl.py takes other names: --problem-column, --answer-column."
+        f"{where}: no known columns of problem and answer; the row has {', '.join(row)}. Expected one of: {known}. For "
+        "other names, use data/prepare_jsonl.py with --problem-column and --answer-column."
     )
 
 

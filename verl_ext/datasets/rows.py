@@ -75,14 +75,14 @@ def _files(source: str) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", *_JSON_SUFFIXES))
         if not files:
-            raise DataError(f"{source} has no file *.parquet, *.jsonl or *.json. Name the file, or another folder.")
+            raise DataError(f"{source} has no file *.parquet, *.jsonl or *.json. Name a file, or another folder.")
         return files
     if path.is_file():
         if path.suffix not in (".parquet", *_JSON_SUFFIXES):
             raise DataError(f"{source} is neither *.parquet nor *.jsonl. Convert it, or name another file.")
         return [path]
     if path.suffix in (".parquet", *_JSON_SUFFIXES) or source.count("/") not in (1, 2):
-        raise DataError(f"{source} does not exist, and is not of the form owner/name, as a data set of the hub is.")
+        raise DataError(f"{source} does not exist and does not have the form owner/name of a hub data set.")
     return []
 
 
@@ -92,7 +92,7 @@ def lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{file}, line {number}"
         if isinstance(row, ValueError) and line.strip():
             found = _shown(line.decode(errors="replace").strip())
-            raise DataError(f"{where}: {row}; found {found}. Expected one JSON object a line.")
+            raise DataError(f"{where}: {row}; found {found}. Expected one JSON object per line.")
         if line.strip():
             yield where, row
 
@@ -108,8 +108,8 @@ def _table(source: str, file: Path | None, split: str) -> Iterator[tuple[str, di
             table = datasets.load_dataset(f"{owner}/{name}", *subset, split=split, streaming=True)
     except (OSError, ValueError) as error:  # no network, no such data set, no such split
         raise DataError(
-            f"{source} cannot be read: {error}\nIt is no file here, and the hub did not give it. Download it on a "
-            "machine with a network, and name the parquet or JSONL file in its place."
+            f"{source} cannot be read: {error}\nIt is not a file here, and the hub did not deliver it. Download it on "
+            "a machine with a network, and name the parquet or JSONL file instead."
         ) from None
     for number, row in enumerate(table):
         yield f"{file or source}, row {number}", row

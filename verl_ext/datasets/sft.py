@@ -64,7 +64,7 @@ class RetoolSFTDataset(Dataset):
         if self.truncation not in ("error", "right", "drop"):
             raise ValueError(
                 f"data.truncation is {self.truncation!r}; expected 'error', 'right' or 'drop' for traces that are too "
-                "long: cut on the left they would lose their question."
+                "long; truncating on the left would remove the question."
             )
         check(config.retool, SftData, "data.retool")
         self.bad_rows = config.retool.bad_rows
@@ -127,7 +127,7 @@ class RetoolSFTDataset(Dataset):
                 continue
             reason = f"has {length} tokens, more than data.max_length={self.max_length}"
             if is_cut:
-                reason = f"has a prompt of {length} tokens: data.max_length={self.max_length} leaves none to train on"
+                reason = f"has a prompt of {length} tokens: data.max_length={self.max_length} leaves no room to answer"
             if self.truncation == "error":
                 raise ValueError(
                     f"SFT row {number} {reason}. Raise max_length, or set data.truncation to right or drop."

@@ -91,7 +91,7 @@ def clean_traces(
         digest = blake2b(json.dumps(trace.messages).encode(), digest_size=16).digest()
         text = f"{trace.id}: {shortened(trace.problem)}"
         if digest in seen:
-            report.drop("the same trace is there before", text)
+            report.drop("the same trace occurs earlier", text)
         elif has_no_words(trace.problem):
             report.drop("the problem is empty or only a number", text)
         elif overlap := evaluation.find_overlap(trace.problem):
@@ -118,7 +118,7 @@ def write_traces(traces: list[Trace], path: Path) -> None:
     unboxed = sum("\\boxed" not in trace.messages[-1]["content"] for trace in traces)
     print(f"{path}: {count:,} traces; {sum(map(bool, calls)):,} run code, {sum(calls) / count:.1f} times on average")
     if unboxed:
-        print(f"  {unboxed:,} end without \\boxed{{}}: the model would learn answers that are scored as none")
+        print(f"  {unboxed:,} end without \\boxed{{}}: the model would learn responses that score as no answer")
     print("The first that runs code:" if any(calls) else "The first:")
     for message in traces[next((i for i, number in enumerate(calls) if number), 0)].messages:
         print(f"  [{message['role']}] {message['content']}")

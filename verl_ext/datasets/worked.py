@@ -58,10 +58,10 @@ def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) 
     if not output:
         raise ValueError("there is no program")
     if abs(Fraction(output) - as_fraction(gold)) > (_FLOAT_ERROR if exact else _ROUNDED):
-        raise ValueError(f"the program prints {output}, the answer is {gold}")
+        raise ValueError(f"the program prints {output}, but the answer is {gold}")
     answer = arithmetic.plain(float(output))
     if abs(Fraction(output) - Fraction(answer)) > _FLOAT_ERROR:
-        raise ValueError(f"the program prints {output}, which no short decimal is equal to")
+        raise ValueError(f"the program prints {output}, which is not a short decimal")
     return Worked(text, code, output, answer, name)
 
 
@@ -98,12 +98,12 @@ def split_apart(*sets: Sequence[Worked]) -> tuple[list[list[Worked]], Report]:
             key = same_problem_key(problem.text)
             example = f"{problem.id}: {shortened(problem.text)}"
             if key in seen:
-                report.drop("the same problem is there before", example)
+                report.drop("the same problem occurs earlier", example)
             elif template_key(problem.text) in templates:
-                report.drop(f"set {number + 1}: one before has it with other numbers or names", example)
+                report.drop(f"set {number + 1}: an earlier set has it with other numbers or names", example)
             elif before and (overlap := others.find_overlap(problem.text)):
                 report.drop(
-                    f"set {number + 1}: overlap with one before", f"{overlap[1]:.0%} of {overlap[0]} | {example}"
+                    f"set {number + 1}: overlap with an earlier set", f"{overlap[1]:.0%} of {overlap[0]} | {example}"
                 )
             else:
                 kept[-1].append(problem)

@@ -78,7 +78,7 @@ def test_one_steps_gradient_is_the_real_stacks(cpu_platform, tiny, sampled, name
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name,reason", [("grpo_roc", "twice the responses"), ("dpao", "no preset")])
+@pytest.mark.parametrize("name,reason", [("grpo_roc", "twice the responses"), ("dpao", "not a preset")])
 def test_what_a_batch_does_not_have_is_said(name, reason):
     from verl_ext.analysis.preset import read_preset
 

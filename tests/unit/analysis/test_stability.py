@@ -39,7 +39,7 @@ def test_what_is_not_there_is_missing(tmp_path):
     write(tmp_path, objective="gspo", staleness=4, bf16=True)
     found = read_runs(tmp_path / "runs.jsonl")
     printed = table(("dapo", "gspo"), CONDITIONS, found, 12)
-    assert "2 of 12 runs are there." in printed and len(printed.splitlines()) == 4
+    assert "2 of 12 runs are done." in printed and len(printed.splitlines()) == 4
     paths = write_maps(("dapo", "gspo"), CONDITIONS, found, tmp_path)
     assert [path.name for path in paths] == [
         f"stability_{name}.svg" for name in ("accuracy", "collapsed", "masked", "cosine")

@@ -56,8 +56,8 @@ def test_a_folder_is_read_file_by_file_and_lines_are_counted_with_empty_ones(tmp
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"x": 1}', '{"x": '], r"a.jsonl, line 2: Expecting value.*; found .*x.*. Expected one JSON object a line"),
-        (["[1]"], r"a.jsonl, line 1: it is not a JSON object; found '\[1\]'. Expected one JSON object a line"),
+        (['{"x": 1}', '{"x": '], r"a.jsonl, line 2: Expecting value.*; found .*x.*. Expected one JSON object per line"),
+        (["[1]"], r"a.jsonl, line 1: it is not a JSON object; found '\[1\]'. Expected one JSON object per line"),
     ],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, lines, message):
@@ -67,7 +67,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path, lines, message):
 
 @pytest.mark.parametrize("source", ["no/such/file.jsonl", "nothing.parquet", "nothing"])
 def test_a_source_that_is_neither_file_nor_hub_name_is_refused(source):
-    with pytest.raises(DataError, match=f"{source} does not exist, and is not of the form owner/name"):
+    with pytest.raises(DataError, match=f"{source} does not exist and does not have the form owner/name"):
         list(read_rows(source))
 
 
@@ -86,7 +86,7 @@ def test_without_a_network_the_hub_is_named_and_the_way_out(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        DataError, match="owner/name cannot be read: no route\n.*name the parquet or JSONL file in its place"
+        DataError, match="owner/name cannot be read: no route\n.*name the parquet or JSONL file instead"
     ):
         list(read_rows("owner/name"))
 

@@ -58,7 +58,7 @@ def test_a_set_that_is_too_small_is_told(small_task, monkeypatch):
     template = word_problems.Template("test", "k", (("a", "2", "4"),), "a * 7", "How many days are {a} weeks?", 1)
     monkeypatch.setattr(word_problems, "read_templates", lambda: [template])
     assert len(word_problems.make_problems("test", 3, random.Random(0))) == 3
-    with pytest.raises(ValueError, match="gave 3 problems; 4 were asked for"):
+    with pytest.raises(ValueError, match="gave 3 problems; expected 4"):
         word_problems.make_problems("test", 4, random.Random(0))
 
 
@@ -91,7 +91,7 @@ def test_prepare_writes_what_the_run_reads_and_prints_what_shortcuts_score(prepa
     }
     assert tables["eval"]["data_source"].value_counts().to_dict() == {"word_problems": 50, "svamp_ood": 20}
     assert re.search(r"word_problems: largest minus smallest \d.*\n +svamp_ood: largest minus smallest \d", printed)
-    assert "What rules score" in printed
+    assert "Accuracy of rules" in printed
     asked = {name: [bare_problem(p[0]["content"]) for p in tables[name]["prompt"]] for name in ("rl_train", "eval")}
     assert not any("Solve the problem" in text for text in asked["rl_train"] + asked["eval"])
     assert len(set(asked["rl_train"])) == 70 and set(asked["rl_train"]).isdisjoint(asked["eval"])

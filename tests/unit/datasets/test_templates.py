@@ -264,7 +264,7 @@ def test_rows_that_a_cut_leaves_without_a_token_to_train_on_are_left_out(make_da
     dataset = make_dataset([good, long, long], truncation="right", max_length=prompt)
     assert len(dataset) == 1 and all(item["loss_mask"].any() for item in dataset)
     assert "left out 2 of 3 SFT rows: row 1: has a prompt of" in caplog.text
-    assert dataset.dropped[0][1] == f"has a prompt of {prompt} tokens: data.max_length={prompt} leaves none to train on"
+    assert dataset.dropped[0][1] == f"has a prompt of {prompt} tokens: data.max_length={prompt} leaves no room to answer"
     dataset = make_dataset([good, long], truncation="right", max_length=prompt + 1)
     assert len(dataset) == 2 and dataset.dropped == [] and int(dataset[1]["loss_mask"].sum()) == 1
     with pytest.raises(ValueError, match="None of 1 SFT rows"):

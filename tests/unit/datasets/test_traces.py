@@ -157,7 +157,7 @@ def test_duplicates_numbers_and_evaluation_problems_are_left_out_but_not_a_secon
     traces, report = cleaned(write(tmp_path / "a.jsonl", *({"messages": row} for row in rows)))
     assert [trace.id for trace in traces] == ["line 1", "line 2"]  # line 3 is the first in its original form
     assert report.dropped == {
-        "the same trace is there before": 2,
+        "the same trace occurs earlier": 2,
         "overlap with an evaluation set": 1,
         "the problem is empty or only a number": 1,
     }
