@@ -51,7 +51,10 @@ def test_worker_joins_the_head_with_its_own_address_and_sizes(tmp_path: Path, fa
 def test_cluster_script_says_what_is_missing(arguments: tuple[str, ...], tmp_path: Path, fake_python: str):
     result = call("scripts/ray_cluster.sh", *arguments, cwd=tmp_path, PYTHON=fake_python)
     assert result.returncode != 0
-    assert any(hint in result.stderr for hint in ("give the head as HOST:PORT", "give the number of nodes", "on the first machine"))
+    assert any(
+        hint in result.stderr
+        for hint in ("give the head as HOST:PORT", "give the number of nodes", "on the first machine")
+    )
 
 
 def test_job_runs_the_launcher_with_its_variables_and_overrides(tmp_path: Path, fake_python: str):
