@@ -43,8 +43,8 @@ class CodeInterpreter(BaseTool):
         unknown = set(config) - {"type", *SETTINGS, *OWN_SETTINGS}
         if unknown or not config.get("urls"):
             raise ValueError(
-                f"config of tool {self.name!r} has {sorted(config)}: expected `urls`, and of "
-                f"{sorted({*SETTINGS, *OWN_SETTINGS})} no others"
+                f"The tool {self.name!r} has the settings {sorted(config)}: expected `urls`, and otherwise only "
+                f"{sorted({*SETTINGS, *OWN_SETTINGS})}. Correct the tool YAML."
             )
         self.settings = OWN_SETTINGS | config
         self.client = shared_client(config)

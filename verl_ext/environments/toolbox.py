@@ -85,8 +85,8 @@ class Toolbox:
             return self.schemas
         if unknown := set(selection) - set(self.schemas):
             raise ValueError(
-                f"extra_info.tool_selection names {sorted(unknown)}, but there are {sorted(self.schemas)}. Add them to "
-                "the file of rollout.multi_turn.tool_config_path; only the hermes protocol can call them."
+                f"extra_info.tool_selection names {sorted(unknown)}, but the tools are {sorted(self.schemas)}. Add "
+                "them to the file of rollout.multi_turn.tool_config_path; only the hermes protocol can call them."
             )
         return {name: self.schemas[name] for name in selection}
 
@@ -137,8 +137,8 @@ class Toolbox:
                 if fault is Fault.OURS:
                     error.add_note(
                         f"Raised by the tool {call.tool!r} for the arguments {call.arguments!r:.200}. Correct it: "
-                        "where the arguments are at fault it must raise verl_ext.environments.tool_errors.ToolError, "
-                        "where its backend is down ToolUnavailable."
+                        "if the arguments are at fault, it must raise verl_ext.environments.tool_errors.ToolError; "
+                        "if its backend is down, ToolUnavailable."
                     )
                     raise
                 if fault is Fault.MODEL:
@@ -147,7 +147,7 @@ class Toolbox:
                     return CallResult(f"{kind}: {error}", error=kind, run_s=seconds, attempts=attempt)
                 if isinstance(error, ToolUnavailable) or attempt == TOOL_ATTEMPTS:
                     return CallResult("", failure=f"{call.tool}: {error!r}", attempts=attempt)
-                logger.info("%s failed, and is called again: %r", call.tool, error)
+                logger.info("%s failed and is called again: %r", call.tool, error)
             await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))
         text = format_output(response.text, "")
         return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
@@ -165,7 +165,7 @@ class Toolbox:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise TimeoutError(f"no answer in {self._tool_timeout_s:g} s") from error
+            raise TimeoutError(f"no answer within {self._tool_timeout_s:g} s") from error
 
     async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
         """Return what the tool says, and its reward.
@@ -178,7 +178,7 @@ class Toolbox:
         if isinstance(tool, FunctionTool):
             said = await tool.call(call.arguments)
             if said is None or (isinstance(said, tuple) and said[:1] == (None,)):  # verl would show the text "None"
-                raise TypeError(f"The tool {call.tool!r} returned {said!r}; expected text.")
+                raise TypeError(f"The tool {call.tool!r} returned {said!r}: expected text.")
             response, reward, _ = normalize_function_tool_return(said)
         else:
             settings = tools_kwargs.get(call.tool) or {}
@@ -189,11 +189,11 @@ class Toolbox:
                 try:
                     await asyncio.wait_for(tool.release(instance), RELEASE_S)
                 except TimeoutError:
-                    logger.warning("the tool %s has not released its instance in %g s", call.tool, RELEASE_S)
+                    logger.warning("the tool %s has not released its instance within %g s", call.tool, RELEASE_S)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
         if response.text is None:
-            raise TypeError(f"The tool {call.tool!r} answered without text; expected some, or an empty string.")
+            raise TypeError(f"The tool {call.tool!r} answered without text: expected text, or an empty string.")
         return response, reward
 
 

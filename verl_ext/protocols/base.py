@@ -165,7 +165,7 @@ def checked_kwargs(
     if render(tokenizer, [question], template_kwargs) == bare and header != begins and header.startswith(begins):
         raise ValueError(
             f"The chat template has no generation prompt: after a question it has {begins!r}, before an answer "
-            f"{header!r}. A rollout would begin in nobody's turn. Take the template of a chat model."
+            f"{header!r}. A rollout would begin in nobody's turn. Use the template of a chat model."
         )
     return with_fixed_day(tokenizer, template_kwargs)
 
@@ -204,13 +204,13 @@ class ChatReply:
         if not end:
             raise ValueError(
                 f"The chat template does not end the assistant's turn with the tokenizer's end token "
-                f"{self._tokenizer.eos_token!r}: {text!r}. Take a chat model's tokenizer."
+                f"{self._tokenizer.eos_token!r}: {text!r}. Use a chat model's tokenizer."
             )
         frames = []
         for i in range(count):
             frame, found, after = after.partition(_REPLY.format(i))
             if not found:
-                raise ValueError(f"The chat template drops messages of the role {self._role!r}: {text!r}.")
+                raise ValueError(f"The chat template drops messages with the role {self._role!r}: {text!r}.")
             frames.append(frame)
         return [*frames, after]
 
@@ -268,8 +268,8 @@ def _plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedToke
         ids = copy.encode(token.content, add_special_tokens=False, split_special_tokens=True)
         if set(ids) & added.keys():
             raise ValueError(
-                f"The tokenizer makes a token of its own of the text {token.content!r} also where it is told to split "
-                "it, so that a tool's output could forge a turn. Take a byte-level BPE tokenizer."
+                f"The tokenizer turns the text {token.content!r} into one special token even when it is told to split "
+                "it, so a tool's output could forge a turn. Use a byte-level BPE tokenizer."
             )
     return copy, [token.content for token in added.values()]
 

@@ -75,7 +75,7 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], n
         if allowed and value not in allowed:
             return "missing_argument", f"{name}: {argument!r} must be one of {allowed}, got {short(value)}"
         if not _is_plain(argument) or not _is_plain(value):
-            return "bad_json", f"{name}: {argument!r} has a character that no text can have, got {short(value)}"
+            return "bad_json", f"{name}: {argument!r} has a character that is not valid in text, got {short(value)}"
     return None
 
 
@@ -83,12 +83,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {short(twice)} is there twice")
+        raise ValueError(f"the key {short(twice)} appears twice")
     return found
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

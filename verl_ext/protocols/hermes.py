@@ -147,7 +147,7 @@ class HermesProtocol:
             raise MalformedCall("bad_json", f"{form}, got {short(call)}")
         name, arguments = call["name"], call.get("arguments")
         if name not in tools:
-            raise MalformedCall("unknown_tool", f"unknown tool {short(name)}; there is {', '.join(sorted(tools))}")
+            raise MalformedCall("unknown_tool", f"unknown tool {short(name)}; the tools are {', '.join(sorted(tools))}")
         if not isinstance(arguments, dict):
             raise MalformedCall("missing_argument", f"{form}, got arguments {short(arguments)}")
         parameters = tools[name]["function"].get("parameters") or {}

@@ -184,8 +184,8 @@ def _within_thinking(text: str, before: str) -> str:
     if THINK_STOP not in text:
         raise ValueError(
             f"the chat template opens {THINK_START}, but the turn has no {THINK_STOP}: a rollout would take all of it "
-            f"for thinking: {text[-200:]!r}. Take traces with their thinking, or a template without it "
-            "(data.apply_chat_template_kwargs.enable_thinking=false, if the template knows that)"
+            f"for thinking: {text[-200:]!r}. Use traces with their thinking, or a template without it "
+            "(data.apply_chat_template_kwargs.enable_thinking=false, if the template supports it)"
         )
     return text
 
@@ -206,7 +206,7 @@ def _check_calls(text: str, calls: list[Call], schemas: dict, protocol: ToolProt
         )
     parsed = protocol.parse(text, schemas, ended=protocol.call_ends_turn, thinking=thinking)
     if refused := [call for call in parsed if isinstance(call, MalformedCall)]:
-        raise ValueError(f"the agent loop would refuse the call {text[-200:]!r}: {'; '.join(map(str, refused))}")
+        raise ValueError(f"the agent loop would reject the call {text[-200:]!r}: {'; '.join(map(str, refused))}")
     if [_essence(call) for call in parsed] != [_essence(call) for call in calls]:
         raise ValueError(f"the agent loop would read other calls than the trace has: {text[-200:]!r}")
 

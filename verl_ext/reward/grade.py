@@ -7,7 +7,8 @@ dumps. You can also name a file of records (`.parquet`).
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; verl's rollout and
 validation dumps (`output`, `gts`) and the files of `unverified_dir` have such rows as well. Each row comes back with
 `acc`, `pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The
-verifier is chosen by `data_source` and `ability` as in training. An existing output is continued.
+verifier is chosen by `data_source` and `ability` as in training, and reads what was asked in `prompt` or `input`:
+without it, `18 apples` is not 18. An existing output is continued.
 
 A row that cannot be graded, or a line that is not JSON, comes back with the verdict "error" and the reason as `error`,
 and the exit status is 1 in the end. The next call tries such rows again: fix the input and repeat the command.
@@ -53,10 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="files, folders of JSONL, or runs")
-    parser.add_argument("--output", type=Path, required=True, help="JSONL file; continued if it is there")
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file; continued if it exists")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU)")
-    parser.add_argument("--config", type=Path, help="YAML of a run: takes its verifiers and sandbox servers")
-    parser.add_argument("--compare", choices=["math-verify"], help="also judge by this grader, and list disagreements")
+    parser.add_argument("--config", type=Path, help="YAML of a run, whose verifiers and sandbox servers are used")
+    parser.add_argument("--compare", choices=["math-verify"], help="also grade by it, and list disagreements")
     arguments = parser.parse_args(argv)
     config = {}
     if arguments.config:
@@ -90,7 +91,7 @@ def find_files(paths: list[Path]) -> list[Path]:
         if inside is None:
             inside = sorted(path.glob("*.jsonl"), key=lambda f: (len(f.stem) if f.stem.isdigit() else 0, f.name))
         if not inside:
-            raise ValueError(f"The folder {path} holds no .jsonl file, and as a run no responses.")
+            raise ValueError(f"The folder {path} has neither .jsonl files nor a run with responses.")
         files += inside
     return files
 
@@ -219,8 +220,8 @@ def _continue_at(files: list[Path], output: Path) -> tuple[int, set[int]]:
     is_other = index >= 0 and (not there or read_row(row, str(output)) != read_row(there, place))
     if is_other or done > sum(1 for _ in read_rows(files)):
         raise ValueError(
-            f"{output} has {done} rows, and row {index + 1} is not that of {place}: it was graded from another input. "
-            "Delete it, or name another --output."
+            f"{output} has {done} rows, but row {index + 1} is not that of {place}: it was graded from another input. "
+            "Delete it, or choose another --output."
         )
     return done, errors
 
@@ -265,7 +266,7 @@ def _grade_chunk(chunk: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str
     graded = []
     for (place, _), row in zip(chunk, _RUNNER.run(grade_all()), strict=True):
         if isinstance(row, BaseException):
-            return graded, f"{place}: {row!r}. The rows before it are graded; repeat the command to continue there."
+            return graded, f"{place}: {row!r}. The rows before it are graded; repeat the command to grade the rest."
         graded.append(row)
     return graded, None
 

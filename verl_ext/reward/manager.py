@@ -87,7 +87,7 @@ class RewardOptions:
         unknown_cfg = buffer_cfg.keys() - {"enable", "len", "penalty_factor", "log"}
         if unknown := settings.keys() - known | {f"overlong_buffer_cfg.{key}" for key in unknown_cfg}:
             raise ValueError(
-                f"Unknown under reward.reward_kwargs: {', '.join(sorted(unknown))}. Expected some of "
+                f"Unknown settings under reward.reward_kwargs: {', '.join(sorted(unknown))}. Expected some of "
                 f"{', '.join(sorted(known))}, overlong_buffer_cfg.{{enable,len,penalty_factor,log}}."
             )
         if settings.get("max_resp_len") is None:
@@ -230,7 +230,7 @@ class RetoolRewardManager(RewardManagerBase):
         outside = [span for span in spans if not 0 <= span[0] <= span[1] <= len(token_ids)]
         if outside:
             raise BrokenReward(
-                f"model_spans has {outside[0]} in a response of {len(token_ids)} tokens: expected pairs "
+                f"model_spans contains {outside[0]} in a response of {len(token_ids)} tokens: expected pairs "
                 "0 <= start <= end <= length. The agent loop must give indices into response_ids."
             )
         return "\n".join(self.tokenizer.decode(token_ids[start:end], skip_special_tokens=True) for start, end in spans)
@@ -241,8 +241,8 @@ class RetoolRewardManager(RewardManagerBase):
         ground_truth = (sample.get("reward_model") or {}).get("ground_truth")
         if ground_truth is None:
             raise BrokenReward(
-                f"{row} has no reward_model.ground_truth: expected what its answer is compared with. "
-                "Correct the data file: an answer cannot be scored as wrong for want of a right one."
+                f"{row} has no reward_model.ground_truth: expected the answer to compare with. "
+                "Correct the data file: without a ground truth, no answer can be scored."
             )
         verifier = self.verifiers.find(data_source, str(sample.get("ability", "")))
         try:
@@ -260,7 +260,7 @@ class RetoolRewardManager(RewardManagerBase):
             return
         self.num_unverified += 1
         logger.warning(
-            "answer %r could not be verified (%s): reward 0, flagged `unverified` "
+            "answer %r could not be verified (%s): its reward is 0, and it is flagged `unverified` "
             "(%d of %d samples of this worker so far)",
             score.pred[:200],
             score.method,

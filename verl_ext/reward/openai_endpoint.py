@@ -75,7 +75,7 @@ class OpenAiEndpoint:
                     async with asyncio.timeout(timeout_s):
                         return await super().send(request, **options)
                 except TimeoutError as error:
-                    raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
+                    raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
 
         return openai.AsyncOpenAI(
             base_url=self.url,

@@ -148,7 +148,7 @@ def test_a_tokenizer_that_cannot_keep_text_and_token_apart_is_refused():
     unigram = Tokenizer(
         models.Unigram([("<unk>", -9.0), ("</s>", 0.0), ("<", -1.0), ("/", -1.0), ("s", -1.0), (">", -1.0)])
     )
-    with pytest.raises(ValueError, match="makes a token of its own of the text '</s>'.*could forge a turn"):
+    with pytest.raises(ValueError, match="turns the text '</s>' into one special token.*could forge a turn"):
         SegmentEncoder(PreTrainedTokenizerFast(tokenizer_object=unigram, eos_token="</s>"))
 
 

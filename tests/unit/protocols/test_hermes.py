@@ -94,7 +94,7 @@ def test_the_log_of_decode_errors_is_read_whole():
     [
         ("<tool_call>\n[1]\n</tool_call>", "bad_json", 'expected {"name": <tool>, "arguments": {...}}, got [1]'),
         ('<tool_call>{"arguments": {}}</tool_call>', "bad_json", 'got {"arguments": {}}'),
-        (call_text("sin", x=1), "unknown_tool", 'unknown tool "sin"; there is add, code_interpreter'),
+        (call_text("sin", x=1), "unknown_tool", 'unknown tool "sin"; the tools are add, code_interpreter'),
         (call_text(), "missing_argument", "code_interpreter needs the argument 'code'"),
         (call_text("add", a=1), "missing_argument", "add needs the argument 'b'"),
         (call_text("add", a=1, b="2"), "missing_argument", "add: 'b' must be number, got \"2\""),
@@ -144,10 +144,10 @@ def add(a):
         ('{"name": "code_interpreter", "arguments": {"code": %s}}' % ("1" * 5000), "an integer has 5000 digits"),
         (add("1" * 301), "an integer has 301 digits, more than 300"),
         (add("1e999"), 'the number "1e999" is too large'),
-        (add("NaN"), "NaN is no number of JSON"),
-        (add("-Infinity"), "-Infinity is no number of JSON"),
-        ('{"name": "add", "name": "sin", "arguments": {}}', 'the key "name" is there twice'),
-        (add("1").replace('"b"', '"a"'), 'the key "a" is there twice'),
+        (add("NaN"), "NaN is not a JSON number"),
+        (add("-Infinity"), "-Infinity is not a JSON number"),
+        ('{"name": "add", "name": "sin", "arguments": {}}', 'the key "name" appears twice'),
+        (add("1").replace('"b"', '"a"'), 'the key "a" appears twice'),
     ],
     ids=lambda value: value[:20] if len(value) > 30 else value,
 )
@@ -162,7 +162,7 @@ def test_text_that_no_file_or_program_can_have_is_the_models_error(tokenizer, a)
     tools = {"add": {"function": {"parameters": {"properties": {"a": {}, "b": {}}}}}}
     protocol = HermesProtocol(tokenizer, max_parallel_calls=1)
     (error,) = protocol.parse(f"<tool_call>{add(a)}</tool_call>", tools, ended=True)
-    assert error.kind == "bad_json" and "'a' has a character that no text can have" in str(error)
+    assert error.kind == "bad_json" and "'a' has a character that is not valid in text" in str(error)
 
 
 @pytest.mark.parametrize(

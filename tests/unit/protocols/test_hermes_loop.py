@@ -100,7 +100,7 @@ def test_malformed_calls_are_answered_beside_those_that_ran(roll_out, tokenizer,
         response_length=400,
         max_tool_response_tokens=100,
     )
-    told = 'FormatError: unknown tool "sin"; there is code_interpreter'
+    told = 'FormatError: unknown tool "sin"; the tools are code_interpreter'
     assert reply("2", told) in tokenizer.decode(output.response_ids)
     assert output.extra_fields["tool_use"]["malformed"] == {"unknown_tool": 1}
     assert output.extra_fields["tool_calls"] == 1
@@ -129,7 +129,7 @@ def test_a_sample_may_select_its_tools(roll_out, tokenizer, turn):
     assert output.extra_fields["tool_use"]["malformed"] == {"unknown_tool": 1}
     output, *_ = roll("hermes", [])  # none named: all
     assert output.extra_fields["tool_use"]["ok"] == 1
-    with pytest.raises(ValueError, match=r"names \['sin'\], but there are \['add', 'code_interpreter'\]"):
+    with pytest.raises(ValueError, match=r"names \['sin'\], but the tools are \['add', 'code_interpreter'\]"):
         roll("hermes", ["sin"])
     with pytest.raises(ValueError, match=r"tool_selection names \['add'\].*only the hermes protocol"):
         roll("code", ["add"])
@@ -209,7 +209,7 @@ def test_a_template_that_drops_tool_turns_is_refused(roll_out, tokenizer, turn):
     deaf.chat_template = tokenizer.chat_template.replace(
         "<|im_start|>{{ message.role }}", "{% if message.role == 'tool' %}{% continue %}{% endif %}<|im_start|>x"
     )
-    with pytest.raises(ValueError, match="drops messages of the role 'tool'"):
+    with pytest.raises(ValueError, match="drops messages with the role 'tool'"):
         roll_out(deaf, [turn(call_text(code="1"))], ["1"], protocol="hermes", response_length=400)
 
 

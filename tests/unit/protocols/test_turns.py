@@ -112,7 +112,7 @@ def test_a_template_without_the_end_token_or_the_role_is_refused(tokenizer):
         ChatReply(broken, "user").render(["x"])
     model_only = "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}END{% endif %}{% endfor %}"
     broken.chat_template = model_only.replace("END", tokenizer.eos_token)
-    with pytest.raises(ValueError, match="drops messages of the role 'user'"):
+    with pytest.raises(ValueError, match="drops messages with the role 'user'"):
         ChatReply(broken, "user").render(["x"])
 
 

@@ -240,7 +240,7 @@ def test_folder_of_dumps_is_read_in_the_order_of_its_steps(tmp_path):
     for step in (10, 2, 0):
         (tmp_path / f"{step}.jsonl").touch()
     assert [path.name for path in find_files([tmp_path])] == ["0.jsonl", "2.jsonl", "10.jsonl"]
-    with pytest.raises(ValueError, match="holds no .jsonl file"):
+    with pytest.raises(ValueError, match="has neither .jsonl files nor a run"):
         (tmp_path / "empty").mkdir()
         find_files([tmp_path / "empty"])
 
@@ -300,7 +300,7 @@ def test_records_are_graded_by_the_verifier_of_their_ability(tmp_path):
 
 def test_run_without_responses_is_refused(tmp_path):
     touch(tmp_path, "metrics-1.jsonl")
-    with pytest.raises(ValueError, match="as a run no responses"):
+    with pytest.raises(ValueError, match="nor a run with responses"):
         find_files([tmp_path])
 
 

@@ -61,7 +61,7 @@ def test_without_spans_the_whole_response_counts(make_manager):
 
 
 def test_spans_outside_the_response_are_our_error(make_manager):
-    with pytest.raises(BrokenReward, match=r"model_spans has \(0, 99\) in a response of 10 tokens"):
+    with pytest.raises(BrokenReward, match=r"model_spans contains \(0, 99\) in a response of 10 tokens"):
         score(make_manager(), r"\boxed{42}", extra_fields={"model_spans": [(0, 99)]})
 
 
@@ -245,14 +245,14 @@ def test_an_accuracy_may_be_a_tensor_of_one_element(make_manager, monkeypatch, d
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        *[(_score(acc), f"gave acc={acc!r} with the verdict 'correct', expected a finite number in [0, 1]")
+        *[(_score(acc), f"returned acc={acc!r} with the verdict 'correct': expected a finite number in [0, 1]")
           for acc in (math.nan, math.inf, -math.inf, 5, -1, 1.01, None, "1", "right", 1j, [1.0], {})],
-        *[(_score(acc), f"gave acc={acc!r} ")
+        *[(_score(acc), f"returned acc={acc!r} ")
           for acc in (np.float64("nan"), np.float32(2), np.array([0.5, 0.5]), np.str_("1"), Decimal("sNaN"))],
-        (_score(10**400), "gave acc=10000000000"),
-        (_score(math.nan, "unknown"), "gave acc=nan with the verdict 'unknown'"),
-        (1.0, "gave 1.0, expected a Score"),
-        (None, "gave None, expected a Score"),
+        (_score(10**400), "returned acc=10000000000"),
+        (_score(math.nan, "unknown"), "returned acc=nan with the verdict 'unknown'"),
+        (1.0, "returned 1.0: expected a Score"),
+        (None, "returned None: expected a Score"),
     ],
 )  # fmt: skip
 def test_what_is_no_accuracy_stops_the_run_and_names_verifier_value_and_row(make_manager, monkeypatch, gives, said):
@@ -260,7 +260,7 @@ def test_what_is_no_accuracy_stops_the_run_and_names_verifier_value_and_row(make
     monkeypatch.setattr(FreeVerifier, "gives", gives)
     manager = make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"})
     with pytest.raises(
-        BrokenReward, match=r"row 7 of data_source 'tiny' cannot be scored: FreeVerifier gave"
+        BrokenReward, match=r"row 7 of data_source 'tiny' cannot be scored: FreeVerifier returned"
     ) as raised:
         score(manager, "text")
     assert said in str(raised.value) and "Correct the verifier." in str(raised.value)
@@ -272,7 +272,7 @@ def test_tensors_that_are_no_accuracy_stop_the_run(make_manager, monkeypatch):
     manager = make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"})
     for acc in (torch.tensor(math.nan), torch.tensor([0.5, 0.5]), torch.tensor(-1)):
         monkeypatch.setattr(FreeVerifier, "gives", _score(acc))
-        with pytest.raises(BrokenReward, match="FreeVerifier gave acc=tensor"):
+        with pytest.raises(BrokenReward, match="FreeVerifier returned acc=tensor"):
             score(manager, "text")
 
 
@@ -302,7 +302,7 @@ def test_share_of_credit_becomes_a_reward_between(make_manager):
 @pytest.mark.parametrize(
     ("reward_kwargs", "message"),
     [
-        ({"overlong_bufer": 1}, "Unknown under reward.reward_kwargs: overlong_bufer"),
+        ({"overlong_bufer": 1}, "Unknown settings under reward.reward_kwargs: overlong_bufer"),
         ({"overlong_buffer_cfg": {"enable": True, "length": 4}}, "Unknown .*overlong_buffer_cfg.length"),
         ({"overlong_buffer_cfg": {"enable": True}}, "overlong buffer is 0 tokens"),
         ({"overlong_buffer_cfg": {"enable": True, "len": 161}}, "overlong buffer is 161 tokens"),

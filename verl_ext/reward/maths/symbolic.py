@@ -200,7 +200,7 @@ class _Worker:
             self.kill()
             reason = started["error"] if started else f"exit status {self.process.returncode} before it was ready"
             if self.out_of_time:
-                reason = f"it was not ready in {START_WALL_S:g} s, as on a machine that does much else"
+                reason = f"it was not ready within {START_WALL_S:g} s, which happens on an overloaded machine"
             raise RuntimeError(
                 f"The process that compares answers did not start: {reason}. "
                 f"Run `{sys.executable} -c 'import math_verify'`; if that fails, install the requirements again."

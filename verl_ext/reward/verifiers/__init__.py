@@ -86,7 +86,7 @@ async def verify_response(
             await verifier.verify(CONTROL_RESPONSE, ground_truth, sample)
         except Exception:
             raise error from None
-        logger.warning("%s raised on a response, which is wrong for it", type(verifier).__name__, exc_info=error)
+        logger.warning("%s raised on a response, which is scored as wrong", type(verifier).__name__, exc_info=error)
         return Score(0.0, "", "wrong", f"error: {type(error).__name__}")
 
 
@@ -94,15 +94,15 @@ def _checked(verifier: Verifier, score: Any) -> Score:
     name = type(verifier).__name__
     if not isinstance(score, Score):
         raise BrokenReward(
-            f"{name} gave {score!r:.200}, expected a Score (verl_ext/reward/score.py). Correct the verifier."
+            f"{name} returned {score!r:.200}: expected a Score (verl_ext/reward/score.py). Correct the verifier."
         )
     if score.is_unverified and score.acc is None:
         return score
     acc = finite(score.acc)
     if acc is None or not 0.0 <= acc <= 1.0:
         raise BrokenReward(
-            f"{name} gave acc={score.acc!r:.200} with the verdict {score.verdict!r}, expected a finite number in "
-            "[0, 1]. A response that it cannot judge has None, with 'unknown'. Correct the verifier."
+            f"{name} returned acc={score.acc!r:.200} with the verdict {score.verdict!r}: expected a finite number "
+            "in [0, 1], or None with 'unknown' for a response that it cannot judge. Correct the verifier."
         )
     return replace(score, acc=acc)
 

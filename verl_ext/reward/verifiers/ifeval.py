@@ -68,7 +68,7 @@ def read_constraints(ground_truth: Any) -> list[tuple[str, dict[str, Any]]]:
         ) from error
     unknown = [name for name, _ in pairs if name not in CHECKS]
     if unknown or not pairs:
-        raise ValueError(f"Unknown constraints {unknown} of {len(pairs)}: expected some of {', '.join(CHECKS)}.")
+        raise ValueError(f"Unknown constraints {unknown} among {len(pairs)}: expected some of {', '.join(CHECKS)}.")
     return pairs
 
 

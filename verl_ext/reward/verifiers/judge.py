@@ -74,7 +74,7 @@ class JudgeVerifier:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}: expected a URL such as http://127.0.0.1:8000/v1.")
         if backoff_s is not None:
-            logger.warning("backoff_s of the judge has no effect any more: the client has its own pauses. Remove it.")
+            logger.warning("backoff_s of the judge has no effect, because the client sets the pauses. Remove it.")
         key = os.environ[api_key_env] if api_key_env else ""
         self._endpoint = OpenAiEndpoint(base_url, api_key=key, timeout_s=timeout_s, max_attempts=max_attempts)
         self._model, self._rubric = model, rubric

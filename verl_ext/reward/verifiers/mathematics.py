@@ -29,7 +29,7 @@ class MathVerifier:
         if not is_text and (hasattr(ground_truth, "__len__") or ground_truth != ground_truth):  # a list, NaN
             raise ValueError(
                 f"The ground truth is {str(ground_truth)[:200]!r}, of type {type(ground_truth).__name__}: expected "
-                "text or a number; several values are one text, such as '1, 2'. Check the data row."
+                "text or a number; write several values as one text, such as '1, 2'. Check the data row."
             )
         loop = asyncio.get_running_loop()
         score = partial(self._score, response_text, str(ground_truth), problem=problem_text(sample))

@@ -93,8 +93,8 @@ REFUSED = {
         "it = (i for i in range(3))\nassert f(it) == 0\nassert list(it) == [1, 2]",
         "passes the iterator 'it'",
     ),
-    "a question": (FETCH, "import inspect\nassert inspect.iscoroutinefunction(fetch)", "by 'iscoroutinefunction'"),
-    "another question": (MEAN, "import types\nassert isinstance(mean(), types.GeneratorType)", "by 'GeneratorType'"),
+    "a question": (FETCH, "import inspect\nassert inspect.iscoroutinefunction(fetch)", "uses 'iscoroutinefunction'"),
+    "another question": (MEAN, "import types\nassert isinstance(mean(), types.GeneratorType)", "uses 'GeneratorType'"),
     "a file": ("def f(x):\n    return len(x.read())", "import io\nassert f(io.StringIO('abc')) == 3", "'StringIO'"),
     "an iterator class": (
         "def f(x):\n    return x.n",

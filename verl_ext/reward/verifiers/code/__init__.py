@@ -77,7 +77,7 @@ class CodeVerifier:
         if urls is None:
             urls = ((config.get("retool") or {}).get("sandbox") or {}).get("urls")
         if not urls:
-            raise ValueError("No sandbox to run code in: set retool.sandbox.urls, or `urls` of this verifier.")
+            raise ValueError("There is no sandbox to run code in: set retool.sandbox.urls, or this verifier's `urls`.")
         self._all_or_nothing = all_or_nothing
         self._limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb}
         self._client = SandboxClient(list(urls), max_concurrency=max_concurrency, **client_settings)

@@ -80,7 +80,7 @@ class Dialogue:
             answers += lines[: len(requests) - len(answers)][: -1 if paused else None]
             seconds += result.run_s
             if sum(map(len, answers)) > MAX_ANSWERS:
-                return False, "too large results"
+                return False, "the results are too large"
             report = await self._run_test(prepared, requests, answers, paused)
             if report is None:
                 return None, SANDBOX_FAILURE
@@ -88,7 +88,7 @@ class Dialogue:
                 return report["passed"], report["why"]
             if seconds > 2 * self._timeout_s:
                 return False, "out of time"
-        return False, f"no end after {MAX_ROUNDS} rounds"
+        return False, f"not finished after {MAX_ROUNDS} rounds"
 
     async def _run_test(
         self, prepared: Prepared, requests: list[Any], answers: list[str], paused: bool = False

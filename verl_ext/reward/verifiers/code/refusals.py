@@ -25,7 +25,7 @@ def why_refused(tree: ast.Module) -> str:
     if what := _runs(nodes):
         return f"the test runs {what!r} as a coroutine, which stays with the program"
     if name := _asks(nodes):
-        return f"the test asks by {name!r} for a generator or coroutine, which stays with the program"
+        return f"the test uses {name!r} to ask for a generator or coroutine, which stays with the program"
     if name := _sends(nodes):
         return f"the test uses {name!r} of a generator, which stays with the program"
     statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}

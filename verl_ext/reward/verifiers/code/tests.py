@@ -125,14 +125,14 @@ class Replay:
         # The solution may use more than the items of a file, or of an object of one of the test's classes.
         if hasattr(value, "__next__") and not hasattr(value, "read") and type(value).__module__ != "__main__":
             return ["iterator", [self.encode(item) for item in value]]
-        raise Unpassable(f"the test passes an object of {type(value).__name__!r}, which is no plain data")
+        raise Unpassable(f"the test passes an object of {type(value).__name__!r}, which is not plain data")
 
     def function(self, value):
         """Encode a function as an import for the other side, or as the source of one that needs nothing else."""
         module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
         owner = getattr(value, "__self__", None)
         if not (owner is None or isinstance(owner, types.ModuleType)):
-            raise Unpassable(f"the test passes {name!r} of an object, which is no plain data")
+            raise Unpassable(f"the test passes {name!r} of an object, which is not plain data")
         if module in sys.stdlib_module_names and module != "__main__":
             return ["import", module, name]
         code = getattr(value, "__code__", None)
