@@ -5,7 +5,7 @@
 # hadolint ignore=DL3029
 FROM --platform=linux/amd64 debian:bookworm-slim
 
-# What scripts/setup_env.sh --check asks for: Python 3.11 with venv, git, a compiler; and libnuma, which vLLM for CPUs links.
+# What scripts/setup_env.sh --check requires: Python 3.11 with venv, git, a compiler, and libnuma, which vLLM for CPUs links.
 # Debian keeps no old versions to pin.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -13,7 +13,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && git config --system --add safe.directory /opt/verl-retool
 
-# The stack, in a layer that only the lock, the installer and the package's first file change.
+# The stack is in a layer that is rebuilt only if the lock, the installer or the package's first file changes.
 WORKDIR /opt/verl-retool
 ENV RETOOL_HARDWARE=cpu PIP_NO_CACHE_DIR=1
 COPY scripts/setup_env.sh scripts/
@@ -23,5 +23,5 @@ COPY verl_ext/__init__.py verl_ext/
 RUN bash scripts/setup_env.sh
 
 COPY . .
-# No user of its own: as root, the sandbox gives each program an id that owns nothing (docs/guides/docker.md).
+# The container runs as root, so that the sandbox can give each program an id that owns nothing (docs/guides/docker.md).
 CMD ["bash", "scripts/quickstart.sh"]

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# An RL run as a Ray job: it goes on when this shell is closed, and Ray keeps its log. Needs Ray's dashboard, which
-# requirements/gpu.txt has and requirements/cpu.txt has not; without it, call the launcher on the head node.
+# Start an RL run as a Ray job: it continues when you close this shell, and Ray keeps its log. It needs Ray's dashboard, which
+# requirements/gpu.txt includes and requirements/cpu.txt does not. Without the dashboard, call the launcher on the head node.
 #
-#   DASHBOARD=true bash scripts/ray_cluster.sh head                     on the first machine; workers as without a job
+#   DASHBOARD=true bash scripts/ray_cluster.sh head                     on the first machine; start workers as usual
 #   NNODES=2 TRAIN_FILE=... bash recipe/ray_job.sh run_qwen2-32b_dapo.sh [Hydra overrides]     there, or through an SSH tunnel
 #   ray job list; ray job logs -f ID; ray job stop ID
 #
-# Variables: RAY_API_SERVER_ADDRESS (http://127.0.0.1:8265), REPO (this repository on the cluster: this one's path), PYTHON
-# (.venv's); the launcher's own are handed on if they are set, and so is RAY_AUTH_MODE (token).
+# Variables: RAY_API_SERVER_ADDRESS (http://127.0.0.1:8265), REPO (path of this repository on the cluster; default: as here),
+# PYTHON (default: .venv's). The launcher's variables and RAY_AUTH_MODE (default: token) are passed on.
 set -euo pipefail
 
-launcher=${1:?which launcher of recipe/retool? Such as run_qwen2-32b_dapo.sh}
+launcher=${1:?expected a launcher of recipe/retool, such as run_qwen2-32b_dapo.sh}
 shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ! -f $here/recipe/retool/$launcher ]]; then

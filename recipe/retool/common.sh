@@ -1,6 +1,5 @@
-# Sourced by the launchers in this folder: goes to the repository's root, finds Python, sorts arguments, checks inputs and
-# the run (verl_ext/doctor), and has the one command of an SFT and of an RL run on GPUs. Paths in variables count from the
-# repository's root, unless absolute.
+# Sourced by the launchers in this folder: it goes to the repository's root, finds Python, sorts arguments, checks inputs and
+# the run (verl_ext/doctor), and holds the commands of SFT and RL. Paths in variables are relative to the repository's root.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 if [[ ${1-} == --help ]]; then # the launcher's own header; Hydra's help is `--hydra-help`
@@ -13,13 +12,13 @@ if [[ -z ${PYTHON-} ]]; then
 fi
 export VERL_USE_EXTERNAL_MODULES=verl_ext
 
-# Hydra wants its options (`--cfg job`) in front of all overrides (`key=value`, `~key`), and the launchers add overrides.
+# Hydra expects its options (`--cfg job`) before all overrides (`key=value`, `~key`), and the launchers add overrides.
 OPTIONS=() OVERRIDES=() PRINT_ONLY=false
 for arg in "$@"; do
   case $arg in
     --cfg | --cfg=* | -c | --info | --info=* | -i | --hydra-help) OPTIONS+=("$arg") PRINT_ONLY=true ;;
     -*) OPTIONS+=("$arg") ;;
-    objective=*) OVERRIDES+=("+$arg") ;; # appended to the run's defaults, so that it comes after all of the run's own values
+    objective=*) OVERRIDES+=("+$arg") ;; # appended to the run's defaults, so that it overrides the run's own values
     *=* | ~*) OVERRIDES+=("$arg") ;;
     *) OPTIONS+=("$arg") ;; # the value of the option before it
   esac
@@ -36,13 +35,13 @@ require() {
   exit 1
 }
 
-# quoted VALUE: as Hydra's overrides take a text that may have quotes, brackets or spaces.
+# quoted VALUE: quote a text for a Hydra override; it may contain quotes, brackets or spaces.
 quoted() {
   local quote="'"
   printf "'%s'" "${1//$quote/\\$quote}"
 }
 
-# sandbox_urls: the override of all sandboxes that SANDBOX_URL names. An IPv6 address has brackets of its own.
+# sandbox_urls: the override with all sandboxes that SANDBOX_URL names. An IPv6 address contains brackets itself.
 sandbox_urls() {
   local url urls=() list
   IFS=, read -ra urls <<< "${SANDBOX_URL:-http://127.0.0.1:8080}"
@@ -50,11 +49,11 @@ sandbox_urls() {
   printf 'retool.sandbox.urls=[%s]' "$list"
 }
 
-# doctor CONFIG [OPTION...] OVERRIDE...: the quick checks of verl_ext/doctor; a FAIL ends the launcher. DOCTOR=0 skips them.
+# doctor CONFIG [OPTION...] OVERRIDE...: run the quick checks of verl_ext/doctor; a FAIL ends the launcher. DOCTOR=0 skips them.
 doctor() {
   if $PRINT_ONLY || [[ ${DOCTOR:-1} == 0 ]]; then return; fi
   "$PYTHON" -m verl_ext.doctor --quick --config-name "$@" >&2 || {
-    echo "$(basename "$0"): not started, see above. DOCTOR=0 starts it all the same." >&2
+    echo "$(basename "$0"): not started, see above. Correct what FAIL lines name, or start it anyway with DOCTOR=0." >&2
     exit 1
   }
 }
@@ -64,7 +63,7 @@ logger_folders() {
   export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUTPUT_DIR/tensorboard} WANDB_DIR=${WANDB_DIR:-$OUTPUT_DIR}
 }
 
-# torchrun ends its ranks at SIGHUP also where `nohup` has it ignored, unless it is told the signals to handle.
+# torchrun ends its ranks at SIGHUP even if `nohup` makes the shell ignore it, unless you name the signals to handle.
 HANGUP=()
 if [[ $(trap -p HUP) == "trap -- '' "* ]] && ! $PRINT_ONLY && "$PYTHON" -c '
 import importlib.util as util, pathlib
@@ -79,7 +78,7 @@ sft() {
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
   export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
   logger_folders
-  require TRAIN_FILE data.train_files "Make it: python data/prepare_retool_sft.py, or set TRAIN_FILE."
+  require TRAIN_FILE data.train_files "Create it with: python data/prepare_retool_sft.py, or set TRAIN_FILE."
 
   local torchrun=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}" "${HANGUP[@]}")
   if $PRINT_ONLY; then
@@ -100,40 +99,40 @@ sft() {
     "${OVERRIDES[@]}"
 }
 
-# has_gpu: as scripts/setup_env.sh decides it; RETOOL_HARDWARE=cpu or gpu overrides.
+# has_gpu: decides like scripts/setup_env.sh; RETOOL_HARDWARE=cpu or gpu overrides it.
 has_gpu() {
   [[ ${RETOOL_HARDWARE:-$(nvidia-smi -L > /dev/null 2>&1 && echo gpu || echo cpu)} == gpu ]]
 }
 
-# quickstart_files FOLDER TOOLS MODEL RUN: DATA_DIR, MODEL_PATH, OUTPUT_DIR of a run of the quickstart, by default in outputs/FOLDER.
+# quickstart_files FOLDER TOOLS MODEL RUN: set DATA_DIR, MODEL_PATH and OUTPUT_DIR of a quickstart's run, by default in outputs/FOLDER.
 quickstart_files() {
   DATA_DIR=${DATA_DIR:-outputs/$1/data}
   MODEL_PATH=${MODEL_PATH:-outputs/$1/$3}
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1/$4}")
   export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
   logger_folders
-  require DATA_DIR data.train_files "Make it: python $2/prepare.py --out $DATA_DIR"
+  require DATA_DIR data.train_files "Create it with: python $2/prepare.py --out $DATA_DIR"
 }
 
-# is_path NAME: else it may be a name on the hub.
+# is_path NAME: whether it is a path; otherwise it may be a name on the hub.
 is_path() {
   [[ $1 == outputs/* || $1 == [/.]* ]]
 }
 
-# What a process that has all cores of a CPU to itself is set to. Its threads spin for a moment before they sleep: if they slept at
-# once (OMP_WAIT_POLICY=PASSIVE alone), an update would take longer; if they never slept (ACTIVE), other programs would stand still.
+# Environment of a process that has all cores of a CPU to itself. Its threads spin for a moment before they sleep: if they slept at
+# once (only OMP_WAIT_POLICY=PASSIVE), an update would take longer; if they never slept (ACTIVE), other programs would get no time.
 # A CPU with instructions for bf16 multiplies several times as fast if numbers are rounded to bf16 within products of matrices;
-# numbers and sums stay fp32. ONEDNN_DEFAULT_FPMATH_MODE=STRICT switches it off; verl_ext/cpu/patches.py has torch follow.
+# numbers and sums stay fp32. ONEDNN_DEFAULT_FPMATH_MODE=STRICT switches it off; verl_ext/cpu/patches.py makes torch follow it.
 all_cores() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-300000}
   if grep -qwE 'amx_bf16|avx512_bf16' /proc/cpuinfo; then
     export ONEDNN_DEFAULT_FPMATH_MODE=${ONEDNN_DEFAULT_FPMATH_MODE:-BF16}
   fi
-  # A freed block of 2 MB or more goes back to the system. By itself glibc keeps blocks below 32 MB, and a run grows with every
+  # Return a freed block of 2 MB or more to the system. By default glibc keeps blocks below 32 MB, and a run grows with every
   # step. Huge pages make a new block cheaper.
   export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-2097152} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-67108864}
   export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}
-  # One arena for all threads: memory that one thread frees is there for the others. With more, the actor grows with every step.
+  # Use one arena for all threads, so that each can reuse what another frees. With more, the actor grows with every step.
   export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-1}
 }
 
@@ -142,9 +141,9 @@ quickstart_sft() {
   local ranks=${NPROC_PER_NODE:-$4} torchrun
   quickstart_files "$2" "$3" model sft
   if is_path "$MODEL_PATH"; then
-    require MODEL_PATH model.path "Make it: python $3/build_model.py --out $MODEL_PATH"
+    require MODEL_PATH model.path "Create it with: python $3/build_model.py --out $MODEL_PATH"
   else
-    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0} # verl_ext/cpu/warm_python.py would not ask the hub
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0} # otherwise verl_ext/cpu/warm_python.py forbids the hub
   fi
   OVERRIDES=(data.train_files="$(quoted "$DATA_DIR/sft_train.parquet")" data.val_files="$(quoted "$DATA_DIR/sft_val.parquet")"
     model.path="$(quoted "$MODEL_PATH")" trainer.default_local_dir="$(quoted "$OUTPUT_DIR")" "${OVERRIDES[@]}")
@@ -175,14 +174,14 @@ quickstart_dapo() {
   exec "$PYTHON" "${warm[@]}" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" "${OVERRIDES[@]}"
 }
 
-# Ray notes in a file which cluster was started last, and leaves it there when that cluster is killed: the next run would wait
-# for minutes for a head that is gone.
+# Ray notes in a file which cluster was started last, and leaves it there when that cluster is killed. The next run would wait
+# for minutes for a dead head.
 forget_dead_ray() {
   local file="${RAY_TMPDIR:-${TMPDIR:-/tmp}}/ray/ray_current_cluster" address
   if [[ -n ${RAY_ADDRESS-} || ! -s $file ]]; then return; fi
   address=$(< "$file")
   if timeout 5 bash -c '> "/dev/tcp/$0/$1"' "${address%:*}" "${address##*:}" 2> /dev/null; then return; fi
-  echo "$(basename "$0"): no Ray answers at $address, which $file names; the file is removed, and a new Ray is started." >&2
+  echo "$(basename "$0"): no Ray answers at $address, which $file names. Removing the file and starting a new Ray." >&2
   rm -f "$file"
 }
 
@@ -197,8 +196,8 @@ dapo() {
   if is_path "$MODEL_PATH"; then
     require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its checkpoint (docs/tutorials/train-32b.md), or set MODEL_PATH."
   fi
-  require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
-  require VAL_FILE data.val_files "Make it: python data/prepare_aime.py, or set VAL_FILE."
+  require TRAIN_FILE data.train_files "Create it with: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
+  require VAL_FILE data.val_files "Create it with: python data/prepare_aime.py, or set VAL_FILE."
   OVERRIDES=(actor_rollout_ref.model.path="$(quoted "$MODEL_PATH")" data.train_files="$(quoted "$TRAIN_FILE")" data.val_files="$(quoted "$VAL_FILE")"
     "$(sandbox_urls)" trainer.default_local_dir="$(quoted "$OUTPUT_DIR")"
     ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$(quoted "$metrics")"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# SFT of Qwen2.5-7B-Instruct on ReTool traces. Every hyper-parameter: configs/qwen2-7b_sft.yaml and the YAMLs in its head.
-# Machine: 8 GPUs of 80 GB and 92 GiB of host memory, by the doctor's estimate; disk: 91 GB a checkpoint, up to four at once.
-# 372 steps. Not run by us at this size.
+# SFT of Qwen2.5-7B-Instruct on ReTool traces. Every hyper-parameter is in configs/qwen2-7b_sft.yaml or the YAMLs that it lists.
+# Machine: 8 GPUs of 80 GB and 92 GiB of host memory, by the doctor's estimate; disk: 91 GB per checkpoint, up to four at once.
+# It takes 372 steps. We have not run it at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-7b_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_epochs=1]
 #   MODEL_PATH      Hugging Face folder or hub name   Qwen/Qwen2.5-7B-Instruct
@@ -10,10 +10,10 @@
 #   NNODES          nodes                             1
 #   NPROC_PER_NODE  GPUs per node                     8
 #   NODE_RANK       0 to NNODES - 1                   0
-#   MASTER_ADDR     address of node 0                 needed where NNODES > 1
+#   MASTER_ADDR     address of node 0                 needed if NNODES > 1
 #   MASTER_PORT     a free port of node 0             29500
-# DOCTOR=0 starts it without the checks of verl_ext/doctor.
-# The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
+# DOCTOR=0 skips the checks of verl_ext/doctor.
+# Run the same command again to continue from the last checkpoint. `--cfg job` only prints the run, on any machine.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# DAPO RL of Qwen3-4B-Instruct-2507 with LoRA. Every hyper-parameter: configs/qwen3-4b_lora_dapo.yaml and the YAMLs in its head.
-# Machine: one GPU of 48 GB and 48 GB of host memory, by the doctor's estimate. With 24 GB and 32 GB, responses are shorter and the
-# weights bf16 (the adapters, too, which so lose updates that are small beside them): data.max_response_length=4096
+# DAPO RL of Qwen3-4B-Instruct-2507 with LoRA. Every hyper-parameter is in configs/qwen3-4b_lora_dapo.yaml or the YAMLs that it lists.
+# Machine: one GPU of 48 GB and 48 GB of host memory, by the doctor's estimate. With 24 GB and 32 GB, use shorter responses and
+# bf16 weights (also for the adapters, which then lose updates that are small compared with them): data.max_response_length=4096
 # reward.reward_kwargs.overlong_buffer_cfg.len=1024 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144
 # actor_rollout_ref.actor.fsdp_config.model_dtype=bf16 actor_rollout_ref.rollout.gpu_memory_utilization=0.75
-# Without SFT: the model calls tools in hermes' JSON already. Not run by us at this size.
+# It needs no SFT, because the model already calls tools in hermes' JSON. We have not run it at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen3-4b_lora_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.save_freq=10]
 #   MODEL_PATH   Hugging Face folder or hub name   Qwen/Qwen3-4B-Instruct-2507
@@ -13,8 +13,8 @@
 #   SANDBOX_URL  sandbox; several with commas      http://127.0.0.1:8080
 #   OUTPUT_DIR   checkpoints, metrics, validation  outputs/qwen3-4b_lora_dapo
 #   NNODES       nodes of 1 GPU                    1; with more than 1, start Ray on all of them first
-# DOCTOR=0 starts it without the checks of verl_ext/doctor.
-# The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
+# DOCTOR=0 skips the checks of verl_ext/doctor.
+# Run the same command again to continue from the last checkpoint. `--cfg job` only prints the run, on any machine.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

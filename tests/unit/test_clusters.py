@@ -77,7 +77,7 @@ def test_job_names_the_launchers_there_are(tmp_path: Path, fake_python: str):
     unknown = call("recipe/ray_job.sh", "run_34b.sh", cwd=tmp_path, PYTHON=fake_python)
     assert unknown.returncode == 1 and "no recipe/retool/run_34b.sh" in unknown.stderr
     assert "run_qwen2-32b_dapo.sh" in unknown.stderr
-    assert "which launcher" in call("recipe/ray_job.sh", cwd=tmp_path, PYTHON=fake_python).stderr
+    assert "expected a launcher" in call("recipe/ray_job.sh", cwd=tmp_path, PYTHON=fake_python).stderr
 
 
 @pytest.fixture
