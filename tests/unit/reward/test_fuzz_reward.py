@@ -20,7 +20,7 @@ def test_random_responses_neither_crash_nor_hang_nor_run(script, monkeypatch, tm
     ("answer", "failure"),
     [
         (Score(1.0, "41", "correct", "broken"), "another integer is right"),
-        (Score(None, "41", "wrong", "broken"), "no proper verdict"),
+        (Score(None, "41", "wrong", "broken"), "not a proper verdict"),
         (KeyError("broken"), "raised KeyError"),
     ],
 )
