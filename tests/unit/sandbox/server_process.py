@@ -108,6 +108,8 @@ def is_running(pid: int) -> bool:
 def wait_for_program(server: Server, but: Container[int] = (), fds: Container[int] = (3,)) -> psutil.Process:
     """Wait for a program that has begun: its three streams are open, and in a session also its channel to the worker.
 
+    A program leads a process session, which no worker does.
+
     Args:
         but: processes to ignore.
         fds: how many files the program has open.
@@ -116,9 +118,9 @@ def wait_for_program(server: Server, but: Container[int] = (), fds: Container[in
     while time.monotonic() < deadline:
         for process in server.descendants()[1:]:
             try:
-                if process.pid not in but and process.num_fds() in fds:
+                if process.pid not in but and os.getsid(process.pid) == process.pid and process.num_fds() in fds:
                     return process
-            except psutil.NoSuchProcess:
+            except (psutil.NoSuchProcess, ProcessLookupError):
                 continue  # it ended after it was listed
         time.sleep(0.01)
     raise AssertionError("no program began within 5 s")
