@@ -267,7 +267,7 @@ class SandboxClient:
         if ("session_id" in body or "echo_last_expression" in body) and headers.get("Server") != SERVER_NAME:
             raise ValueError(
                 f"{url} is answered by {headers.get('Server')!r}, but only {SERVER_NAME} (verl_ext.sandbox.server) has "
-                "sessions and echoes a last expression. Use it, or neither."
+                "sessions and echoes a last expression. Use that server, or do without both."
             )
         result, there = _parse(url, content, waited_s, attempt)
         if session:
@@ -342,7 +342,7 @@ def authorization(token: str | None = None) -> dict[str, str]:
     """
     token = (token or os.environ.get("SANDBOX_TOKEN", "")).strip()  # as the server does
     if not token.isprintable():
-        raise ValueError("The sandbox's token has line breaks or control characters within. Set SANDBOX_TOKEN to one.")
+        raise ValueError("The sandbox's token contains line breaks or control characters. Correct SANDBOX_TOKEN.")
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

@@ -44,7 +44,7 @@ class Recovery:
         while not await self._is_back():
             if not is_told:
                 is_told = True
-                logger.warning("No sandbox answers any more: calls wait for one, and fail when their time is over.")
+                logger.warning("No sandbox answers any more. Calls wait for one, and fail when their time runs out.")
             await asyncio.sleep(EVERY_S)
         if is_told:
             logger.warning("A sandbox answers again after %.0f s.", time.monotonic() - began)

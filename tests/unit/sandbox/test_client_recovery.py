@@ -96,7 +96,7 @@ async def test_a_server_that_is_started_again_on_its_port_costs_no_call(client_o
         assert (await waiting).stdout == "second"
     await server.runner.cleanup()
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "calls wait for one" in said[0] and "answers again" in said[1]
+    assert len(said) == 2 and "Calls wait for one" in said[0] and "answers again" in said[1]
 
 
 async def test_one_that_stays_away_is_a_failure_by_the_deadline(breaking, client_of):

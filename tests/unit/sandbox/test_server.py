@@ -163,8 +163,7 @@ def test_busy_port_is_one_clear_line_and_exit_code_1(server):
     assert run.returncode == 1
     assert run.stdout == ""
     assert run.stderr == (
-        f"sandbox: port {port} on 127.0.0.1 is in use. "
-        "Stop what holds it, or choose another with --port (0: any free one)\n"
+        f"sandbox: port {port} on 127.0.0.1 is in use. Stop the process that holds it, or choose another port\n"
     )
 
 

@@ -42,54 +42,54 @@ def main() -> None:
     """Run the command line; exit with 0 after a clean stop, and with 1 and a line on stderr if it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m verl_ext.sandbox.server", description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: %(default)s)")
-    parser.add_argument("--port-file", type=Path, help="write the port to this file once requests are answered")
+    parser.add_argument("--port", type=int, default=8080, help="port; 0 picks a free one (default: %(default)s)")
+    parser.add_argument("--port-file", type=Path, help="write the port to this file as soon as the server answers")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count(), help="programs that run at once (default: cores, %(default)s)"
+        "--workers", type=int, default=os.cpu_count(), help="programs at once (default: one per core, %(default)s)"
     )
     parser.add_argument(
         "--max-output-bytes",
         type=int,
         default=1 << 20,
-        help="kept of stdout and of stderr, each (default: %(default)s)",
+        help="how much is kept of stdout and of stderr, each (default: %(default)s)",
     )
     parser.add_argument(
         "--isolation",
         choices=("auto", "full", "none"),
         default="auto",
-        help="auto: all layers that work here, and no start without any; full: no start unless all work; "
-        "none: resource limits only, for code that is trusted (default: %(default)s)",
+        help="auto: use all layers that work here, and do not start if none does; full: do not start unless all "
+        "work; none: only limit resources, for code that you trust (default: %(default)s)",
     )
     parser.add_argument(
         "--allow-subprocess",
         action="store_true",
-        help="programs may start other programs; the memory limit of all together is then checked every 0.1 s",
+        help="let programs start other programs; the memory of all of them together is then checked every 0.1 s",
     )
     parser.add_argument(
         "--preload",
         default=",".join(PRELOAD),
-        help="packages imported once, before any program, if they are installed (default: %(default)s)",
+        help="packages to import once, before any program runs, if they are installed (default: %(default)s)",
     )
     parser.add_argument(
         "--token-file",
         type=Path,
-        help=f"file with a token that requests must carry; default: ${TOKEN_VARIABLE}, if set",
+        help=f"file with the token that every request must carry (default: ${TOKEN_VARIABLE}, if it is set)",
     )
     parser.add_argument(
-        "--max-sessions", type=int, default=0, help="sessions at once; 0: there are none (default: %(default)s)"
+        "--max-sessions", type=int, default=0, help="how many sessions may exist at once (default: none)"
     )
     parser.add_argument(
         "--session-idle-s",
         type=float,
         default=600,
-        help="a session that got no call for this long is ended (default: %(default)s)",
+        help="end a session that has had no call for this long (default: %(default)s)",
     )
-    parser.add_argument("--parent-pid", type=int, help="stop when this process ends")
+    parser.add_argument("--parent-pid", type=int, help="stop the server when this process ends")
     args = parser.parse_args()
     if args.workers < 1 or args.max_output_bytes < 1:
         parser.error("--workers and --max-output-bytes must be at least 1")
     if args.max_sessions < 0 or args.session_idle_s <= 0:
-        parser.error("--max-sessions must be at least 0, --session-idle-s above 0")
+        parser.error("--max-sessions must be at least 0, and --session-idle-s more than 0")
     if not 0 <= args.port <= 65535:
         parser.error(f"--port: expected 0 to 65535, got {args.port}")
     logging.basicConfig(format="sandbox: %(message)s", level=logging.WARNING)
@@ -145,18 +145,18 @@ async def serve(args: argparse.Namespace) -> None:
             logger.warning("listening on %s: %s can run code on this machine", args.host, who)
         if absent := [name for name in preload if not importlib.util.find_spec(name.partition(".")[0])]:
             logger.warning(
-                "%s: not installed, so that programs which import them fail. "
-                "Install them where the server's Python is, or name in --preload what programs may expect",
+                "%s: not installed, so programs that import them will fail. Install them in the server's Python "
+                "environment, or list in --preload only the packages that programs may expect",
                 ", ".join(absent),
             )
         if pool.off:
-            logger.warning("isolation without %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
+            logger.warning("layers that are off: %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
         if args.isolation != "none" and "root" not in pool.layers:
             if "landlock" in pool.layers:
-                limit = "their own limit of disk space and files is checked while they run, not enforced by the kernel"
+                limit = "their disk space and files are counted while they run, so they can briefly exceed the limit"
             else:
-                limit = "they can read, and write without a limit, what their user can, such as all of /tmp"
-            logger.warning("programs have no file system of their own: %s", limit)
+                limit = "they can read and write what their user can, such as all of /tmp, without a limit"
+            logger.warning("programs have no separate file system: %s", limit)
         print(f"sandbox ready on http://{args.host}:{port}\nsandbox layers: {', '.join(pool.layers)}", flush=True)
         await stop.wait()
         clients.stop()
@@ -182,9 +182,9 @@ def refuse_exposed_folders(layers: Sequence[str]) -> None:
     if exposed := find_exposed(hidden):
         folder, through = exposed
         raise StartError(
-            f"programs could read {folder} ({hidden[folder]}, with its answers), since they may read {through}. "
-            "Move the folder to where programs read nothing, such as /srv or a home, or start the server from another "
-            "Python environment"
+            f"programs could read {folder} ({hidden[folder]}, which holds answers), because they may read {through}. "
+            "Move the folder to a place that programs cannot read, such as /srv or a home folder, or start the server "
+            "from another Python environment"
         )
 
 
@@ -196,11 +196,11 @@ def read_token(file: Path | None) -> str | None:
     except OSError as exc:
         raise StartError(f"{source}: {exc.strerror}") from exc
     except UnicodeDecodeError:
-        raise StartError(f"{source} is no UTF-8: expected a token") from None
+        raise StartError(f"{source} is not UTF-8: expected a token") from None
     if not token and (file or TOKEN_VARIABLE in os.environ):
         raise StartError(f"{source} is empty: expected a token")
     if not token.isprintable():  # no header can carry it
-        raise StartError(f"{source} has line breaks or control characters within: expected a token")
+        raise StartError(f"{source} contains line breaks or control characters: expected a token")
     return token or None
 
 
@@ -211,7 +211,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise StartError(
-                f"port {port} on {host} is in use. Stop what holds it, or choose another with --port (0: any free one)"
+                f"port {port} on {host} is in use. Stop the process that holds it, or choose another port"
             ) from exc
         raise StartError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
 

@@ -61,7 +61,7 @@ def _path_inside(path: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("expected a path without lone surrogates") from None
     if not _spelled(parts) or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError("expected a relative path below the request's folder, without '..' and NUL")
+        raise ValueError("expected a relative path below the request's folder, without '..' or NUL")
     if longest > MAX_NAME_BYTES or length > MAX_PATH_BYTES:
         raise ValueError(
             f"expected names of at most {MAX_NAME_BYTES} bytes and a path of at most {MAX_PATH_BYTES} bytes, "
@@ -86,7 +86,7 @@ def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | N
     for path in named:
         first, _, _ = path.partition("/")
         if first in (SCRIPT, STDIN):
-            raise ValueError(f"{first!r} is the sandbox's own: choose another name than {path!r}")
+            raise ValueError(f"{first!r} belongs to the sandbox: choose a name other than {path!r}")
         folder = path.rpartition("/")[0]
         while folder and folder not in folders:
             folders.add(folder)
@@ -95,7 +95,7 @@ def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | N
             folder = folder.rpartition("/")[0]
     for path in named:
         if path in folders:
-            raise ValueError(f"{path!r} cannot be a file and a folder of other files")
+            raise ValueError(f"{path!r} cannot be both a file and the folder of other files")
     return named
 
 

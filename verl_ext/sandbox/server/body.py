@@ -60,7 +60,7 @@ class Bodies:
                             self._held += len(body) - held
                             held = len(body)
                             if self._held > MAX_HELD_BYTES:
-                                raise HeldBytesError(f"other requests hold {MAX_HELD_BYTES >> 20} MB")
+                                raise HeldBytesError(f"other requests hold {MAX_HELD_BYTES >> 20} MiB of bodies")
             except TimeoutError:
                 raise web.HTTPRequestTimeout(text=f"expected the body within {BODY_S:g} s") from None
             request = await in_turn(len(body), _load, body, validate)
@@ -84,7 +84,7 @@ def parse(body: bytearray) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"expected UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
-        raise ValueError("expected fewer arrays and objects in each other") from None
+        raise ValueError("arrays and objects are nested too deeply") from None
 
 
 def check_number_of_values(body: bytearray) -> None:
@@ -100,7 +100,7 @@ def check_number_of_values(body: bytearray) -> None:
         end = len(body) if quote < 0 else quote
         values += 1 + sum(body.count(sign, position, end) for sign in (b"[", b"{", b","))
         if values > MAX_VALUES:
-            raise ValueError(f"expected at most {MAX_VALUES} values and separators")
+            raise ValueError(f"expected at most {MAX_VALUES} values")
         string = _REST_OF_STRING.match(body, quote + 1) if quote >= 0 else None
         if string is None:  # no string follows, or it has no end
             return
@@ -121,4 +121,4 @@ def _integer(digits: str) -> int:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

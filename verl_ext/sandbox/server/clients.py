@@ -218,8 +218,8 @@ def max_clients(workers: int, sessions: int) -> int:
     reserved = SERVER_DESCRIPTORS + WORKER_DESCRIPTORS * (workers + sessions)
     if number - reserved < MIN_CLIENTS:
         raise DescriptorLimitError(
-            f"this process may have {number} open files, and {workers} workers with {sessions} sessions take "
-            f"{reserved + MIN_CLIENTS}: raise `ulimit -n`, or start fewer"
+            f"this process may have {number} open files, and {workers} workers with {sessions} sessions need "
+            f"{reserved + MIN_CLIENTS}: raise `ulimit -n`, or lower --workers or --max-sessions"
         )
     return number - reserved
 

@@ -68,10 +68,10 @@ class Isolation:
         self._probe()
         why = "; ".join(f"{layer}: {reason}" for layer, reason in self.off.items())
         if mode == "full" and self.off:
-            raise IsolationError(f"--isolation full, but on this machine some layers do not work ({why})")
+            raise IsolationError(f"--isolation full needs all layers, but some do not work on this machine ({why})")
         if not self.layers.intersection(STRONG):
             raise IsolationError(
-                f"no isolation works on this machine ({why}). Where all code is trusted, start with --isolation none"
+                f"no isolation works on this machine ({why}). If you trust all code, start with --isolation none"
             )
 
     def names(self) -> list[str]:

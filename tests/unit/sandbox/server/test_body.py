@@ -21,14 +21,14 @@ REQUEST = '{"code": "print(\'é\')", "language": "python"}'
         (b'{"code": "\xed\xa0\x80"}', "UTF-8"),  # a lone surrogate
         (b'{"code": "\xf4\x90\x80\x80"}', "UTF-8"),  # beyond U+10FFFF
         (b'{"code": "\xc0\x80"}', "UTF-8"),  # NUL in two bytes
-        (b'{"a": NaN}', "NaN is no JSON"),
-        (b'{"a": [Infinity]}', "Infinity is no JSON"),
-        (b'{"a": -Infinity}', "-Infinity is no JSON"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": [Infinity]}', "Infinity is not JSON"),
+        (b'{"a": -Infinity}', "-Infinity is not JSON"),
         (b'{"code": "1", "code": "2"}', "same key twice"),
         (b'{"a": [{"b": 1, "\\u0062": 2}]}', "same key twice"),
         (b'{"a": ' + b"1" * 5000 + b"}", "4300 digits"),
-        (b"[" * 5000 + b"]" * 5000, "fewer arrays"),
-        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "fewer arrays"),
+        (b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
         (b"", "Expecting value"),
         (b'{"a": 1} {}', "Extra data"),
         (b'{"a": "\n"}', "control character"),

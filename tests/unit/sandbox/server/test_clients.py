@@ -231,8 +231,8 @@ def test_server_with_too_few_descriptors_says_so():
     run = subprocess.run([*command, "--workers", "2"], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == (
-        "sandbox: this process may have 110 open files, and 2 workers with 0 sessions take 122: "
-        "raise `ulimit -n`, or start fewer\n"
+        "sandbox: this process may have 110 open files, and 2 workers with 0 sessions need 122: "
+        "raise `ulimit -n`, or lower --workers or --max-sessions\n"
     )
 
 
@@ -428,7 +428,7 @@ def test_message_of_a_sandbox_error_is_logged_without_names_of_files():
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\xff\xfetoken", "is no UTF-8: expected a token"), (b"two\nlines", "has line breaks or control characters")],
+    [(b"\xff\xfetoken", "is not UTF-8: expected"), (b"two\nlines", "contains line breaks or control characters")],
 )
 def test_token_that_no_header_can_carry_is_one_clear_line(tmp_path, content, words):
     (tmp_path / "token").write_bytes(content)

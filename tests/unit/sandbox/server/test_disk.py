@@ -218,7 +218,7 @@ def server(request) -> Iterator[Server]:
     yield server
     server.process.terminate()
     _, stderr = server.process.communicate(timeout=10)
-    assert "checked while they run, not enforced by the kernel" in stderr
+    assert "files are counted while they run" in stderr
 
 
 forking = server_on(MOUNTS_REFUSED, "--allow-subprocess")

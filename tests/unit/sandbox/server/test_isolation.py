@@ -213,8 +213,8 @@ def test_without_seccomp_a_request_cannot_leave_ipc_objects(layers):
     ("refused", "options", "message"),
     [
         ([UNSHARE, LANDLOCK, SECCOMP], [], "no isolation works on this machine .* start with --isolation none"),
-        ([LANDLOCK], ["--isolation", "full"], "--isolation full, but .*landlock: "),
-        ([UNSHARE], ["--isolation", "full"], "--isolation full, but .* namespaces"),
+        ([LANDLOCK], ["--isolation", "full"], "--isolation full needs all layers, but .*landlock: "),
+        ([UNSHARE], ["--isolation", "full"], "--isolation full needs all layers, but .* namespaces"),
     ],
     ids=["auto without any", "full without landlock", "full without namespaces"],
 )
