@@ -59,17 +59,17 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.doctor",
-        description="Check a run before it starts. Exit status 1 where something would stop it or spoil it (FAIL).",
+        description="Check a run before it starts. The exit status is 1 if something would stop or spoil it (FAIL).",
     )
     parser.add_argument("--config-name", required=True, help="a YAML of configs/, without suffix: qwen2-32b_dapo")
-    parser.add_argument("--config-dir", type=Path, default=CONFIGS)
-    parser.add_argument("--quick", action="store_true", help="settings, files and machine; prints WARN and FAIL")
+    parser.add_argument("--config-dir", type=Path, default=CONFIGS, help="folder of the YAML; default: configs/")
+    parser.add_argument("--quick", action="store_true", help="only the cheap checks; prints only WARN and FAIL")
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
-    parser.add_argument("--nnodes", type=int, help="of an SFT run, as for torchrun; RL has it in its YAML")
-    parser.add_argument("--nproc-per-node", type=int, help="GPUs of a node of an SFT run, as for torchrun")
-    parser.add_argument("--gpu-gib", type=float, help="estimate for GPUs of so much memory, not for this machine's")
-    parser.add_argument("--simulate", action="store_true", help="count a training step's memory, beside the estimate")
-    parser.add_argument("--load-seconds", type=float, default=5.0, help="of the sandbox's load test; default: 5")
+    parser.add_argument("--nnodes", type=int, help="nodes of an SFT run, as for torchrun; an RL YAML has them")
+    parser.add_argument("--nproc-per-node", type=int, help="GPUs per node of an SFT run, as for torchrun")
+    parser.add_argument("--gpu-gib", type=float, help="estimate for GPUs with this memory, not for this machine's")
+    parser.add_argument("--simulate", action="store_true", help="also count the memory of a simulated training step")
+    parser.add_argument("--load-seconds", type=float, default=5.0, help="length of the sandbox's load test; default: 5")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, as for the launcher")
     return parser.parse_args(argv)
 

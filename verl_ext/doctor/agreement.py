@@ -43,7 +43,7 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
     for setting, of in (("protocol", lambda each: each.protocol), ("data.apply_chat_template_kwargs", template_kwargs)):
         if sft is not None and of(rl) != of(sft):
             yield warn(f"""{setting} is {of(rl)!r} in {rl.name} and {of(sft)!r} in {sft.name} -> Train the SFT model
-                with the same, e.g. data.retool.protocol={rl.protocol}; unless it is no SFT model of ours.""")
+                with the same value, unless RL starts from another model.""")
     of_model = {"tokenizer": tokenizer, "protocol": run.protocol, "model_path": str(run.model_path)}
     try:
         tokens, schemas = sft_tokens(run, tokenizer)
@@ -55,16 +55,17 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
         return
     ids, mask = tokens
     if difference := first_difference(tokenizer, tokens, rollout):
-        yield fail(f"""SFT and rollout make different tokens of the same trace: {difference}
+        yield fail(f"""SFT and rollout encode the same trace differently: {difference}
             -> Compare data.apply_chat_template_kwargs and the tool YAML (schemas) of both.""")
         return
-    yield ok(f"SFT and rollout make the same {len(ids)} tokens of a trace with a call, {sum(mask)} of them trained on")
+    yield ok(f"SFT and rollout encode a trace with a call as the same {len(ids)} tokens, and train on {sum(mask)}")
     text = tokenizer.decode(ids)
     if whole is not None and not whole.startswith(text):
         at = len(os.path.commonprefix([whole, text]))
-        yield warn(f"""the chat template renders the finished conversation otherwise, from {whole[at : at + 40]!r} where
-            the rollout has {text[at : at + 40]!r}
-            -> Servers that render the whole conversation at every turn show the model another text than RL does.""")
+        yield warn(f"""the chat template renders the finished conversation differently, as {whole[at : at + 40]!r}
+            instead of {text[at : at + 40]!r}
+            -> Expect servers that render the whole conversation at every turn to show the model a different text
+            than RL does.""")
 
 
 def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list | None]:

@@ -18,7 +18,7 @@ from verl_ext.memory.estimate import estimate
 from verl_ext.memory.words import size
 from verl_ext.runs.lock import Taken, check_training_folder
 
-LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a larger disk."
+LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a folder on a larger disk."
 
 
 def steps_per_epoch(run: Run) -> int | None:
@@ -48,16 +48,16 @@ def check_steps(run: Run) -> Iterator[Finding]:
     epoch, total, epochs = steps_per_epoch(run), total_steps(run), run.get("trainer.total_epochs", 1)
     if epoch == 0:
         most = run.get("data.train_max_samples", -1)
-        limit = f" and data.train_max_samples={most}" * (most > 0)
-        yield fail(f"""{count_rows(run.files("train"))} rows{limit} are less than a batch of {run.batch}: no step
-            -> Lower data.train_batch_size, or add data.""")
+        limit = f", of which data.train_max_samples={most} are used," * (most > 0)
+        yield fail(f"""{count_rows(run.files("train"))} rows{limit} are fewer than a batch of {run.batch}, so no step
+            would run -> Lower data.train_batch_size, or add data.""")
     elif epoch is not None and total > epoch * epochs:
-        yield warn(f"""trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at
-            {epoch * epochs}, and a learning-rate schedule would not reach its end
+        yield warn(f"""trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at step
+            {epoch * epochs}, so a learning-rate schedule would not reach its end
             -> Set trainer.total_epochs to {-(-total // epoch)}, or lower the steps.""")
     if not run.is_rl and _batches(run, "val") == 0:
-        yield fail(f"""{count_rows(run.files("val"))} rows of data.val_files are less than a batch of {run.batch}: verl
-            drops a part of a batch, so that val/loss would be the mean of nothing
+        yield fail(f"""{count_rows(run.files("val"))} rows of data.val_files are fewer than a batch of {run.batch}: verl
+            drops incomplete batches, so val/loss would be the mean of nothing
             -> Add rows, lower data.train_batch_size, or set data.val_files=null.""")
 
 
@@ -70,18 +70,18 @@ def check_disk(run: Run) -> Iterator[Finding]:
     if every == "after_each_epoch":
         every = steps_per_epoch(run) or -1
     if run.is_rl and every < 0:
-        yield ok(f"no checkpoint is saved (trainer.save_freq={every})")
+        yield ok(f"no checkpoints are saved (trainer.save_freq={every})")
         return
     if run.shape is None:
-        yield warn(f"""{size(free)} are free in {existing}; what a checkpoint takes is unknown: {run.model_path} has no
-            config.json of a dense model -> Set the path of the model's folder (MODEL_PATH of the launcher), or count 12
-            bytes for each parameter.""")
+        yield warn(f"""{size(free)} is free in {existing}, but the size of a checkpoint is unknown: {run.model_path} has
+            no config.json of a dense model -> Set MODEL_PATH of the launcher to the model's folder, or count 12 bytes
+            for each parameter.""")
         return
     memory = estimate(plan_of(run))
     one = memory.checkpoint
-    text = f"a checkpoint takes {size(one)} ({memory.terms['checkpoint']}); {size(free)} are free in {existing}"
+    text = f"a checkpoint takes {size(one)} ({memory.terms['checkpoint']}); {size(free)} is free in {existing}"
     if free < one:
-        yield fail(f"{text} -> Free some, or {LARGER_DISK}")
+        yield fail(f"{text} -> Free some space, or {LARGER_DISK}")
         return
     kept, best = run.get("retool.checkpoints.keep_last"), run.get("retool.checkpoints.best_metric") is not None
     saved = None if total is None or every < 0 else -(-total // every)
@@ -96,38 +96,38 @@ def check_disk(run: Run) -> Iterator[Finding]:
     need = max(0, number - there) * one + logs
     which = f"all {number} are kept (every {every} steps)"
     if kept is not None:
-        which = f"the last {kept}{' and the best' * best} are kept, {number} are there while one is written"
-    text += f"; {which}, {size(need)} with the records"
+        which = f"the last {kept}{' and the best' * best} are kept, so there are {number} while one is written"
+    text += f"; {which}, which takes {size(need)} with the records"
     if need <= free:
         yield ok(text)
         return
     room = there + max(0, int((free - logs) // one))
-    text += f": the disk is full after {room - there}, at step {room * every}"
+    text += f"; the disk would be full after {room - there} more, at step {room * every}"
     least = 2 + best if saved is None else min(saved, 2 + best)  # the last, the next, the best
     if room >= least:
         keep = max(1, min(3, room - 1 - best))
-        yield warn(f"{text} -> Set retool.checkpoints.keep_last={keep}, or save more rarely.")
+        yield warn(f"{text} -> Set retool.checkpoints.keep_last={keep}, or save less often.")
         return
     say = fail if there + free // one < min(least, 2) else warn
-    without = "set retool.checkpoints.best_metric=null, which takes one less, or " if least == 3 else ""
-    yield say(f"""{text}; even keep_last=1 needs {size((least - there) * one + logs)}, {least} checkpoint(s) at once
-        -> Free as much, {without}{LARGER_DISK}""")
+    without = "set retool.checkpoints.best_metric=null, which needs one fewer, or " if least == 3 else ""
+    yield say(f"""{text}; even keep_last=1 needs {size((least - there) * one + logs)} for {least} checkpoint(s) at once
+        -> Free that much, {without}{LARGER_DISK}""")
 
 
 def check_resume(run: Run) -> Iterator[Finding]:
     """Report which checkpoint the run continues from, as verl_ext/checkpoints decides, and what is left to do."""
     folder, mode, said = run.output_folder, run.get("trainer.resume_mode", "auto"), []
-    look = f"See what is there: python -m verl_ext.checkpoints {folder}"
+    look = f"Look at them with python -m verl_ext.checkpoints {folder}"
     if mode not in ("auto", "disable", "resume_path"):  # names.py reports it
         return
     if mode == "disable" and (there := checkpoints.steps(folder)):
-        yield warn(f"""trainer.resume_mode=disable, and {folder} holds checkpoints up to step {there[-1]}, which the run
-            would mix with its own -> Give it a folder of its own: trainer.default_local_dir (OUTPUT_DIR).""")
+        yield warn(f"""trainer.resume_mode is disable, but {folder} has checkpoints up to step {there[-1]}, with which
+            the run would mix its own -> Choose a separate folder: trainer.default_local_dir (OUTPUT_DIR).""")
     try:
         if not run.get("trainer.val_only"):
             check_training_folder(folder)
     except Taken as error:
-        yield fail(f"{error} -> See what it is: python -m verl_ext.view {folder}")
+        yield fail(f"{error} -> Look at it with python -m verl_ext.view {folder}")
         return
     named = run.get("trainer.resume_from_path")
     if named and mode == "auto" and not run.is_rl:
@@ -148,17 +148,17 @@ def check_resume(run: Run) -> Iterator[Finding]:
         return
     step, total = int(chosen.name.removeprefix("global_step_")), total_steps(run)
     if total is not None and step >= total:
-        yield warn(f"""step {step} of {total} is reached: nothing is left to do
-            -> Raise the steps, or go on to evaluate.""")
+        yield warn(f"""the run has reached step {step} of {total}, so nothing is left to do
+            -> Raise the number of steps, or continue with the evaluation.""")
         return
     if changed := list(_changed(run)):
-        yield warn(f"""other settings than at the last start in {folder}: {"; ".join(changed)}; but weights, optimizer
-            with its learning rate, and order of the data go on from {chosen.name}, as they were
-            -> For a run with these settings: a folder of its own, trainer.default_local_dir (OUTPUT_DIR).""")
-    text = f"the run goes on from {chosen.name}" + (f" of {total}" if total is not None else "")
+        yield warn(f"""settings differ from the last start in {folder}: {"; ".join(changed)}; but weights, optimizer
+            with its learning rate, and order of the data continue from {chosen.name} as they were
+            -> For a run with these settings, choose a separate folder: trainer.default_local_dir (OUTPUT_DIR).""")
+    text = f"the run continues from {chosen.name}" + (f" of {total}" if total is not None else "")
     epoch = None if run.is_rl else steps_per_epoch(run)
     if epoch and step % epoch == 0:
-        text += f", the end of epoch {step // epoch}, with the next epoch"
+        text += f", at the end of epoch {step // epoch}, and begins the next one"
     yield ok(text)
 
 

@@ -74,8 +74,9 @@ def _check_tokenizer(exam: Examination) -> Iterator[Finding]:
     if exam.tokenizer is not None:
         yield from template.check_tokenizer(exam.run, exam.tokenizer)
     elif exam.why_no_tokenizer:
-        yield fail(f"""no tokenizer at {exam.run.model_path}: {exam.why_no_tokenizer}
-            -> Set MODEL_PATH of the launcher to a model folder; template and lengths of texts were not checked.""")
+        yield fail(f"""there is no tokenizer at {exam.run.model_path}: {exam.why_no_tokenizer}
+            -> Set MODEL_PATH of the launcher to a model folder. Without a tokenizer, neither the chat template nor the
+            lengths of texts are checked.""")
 
 
 def _check_agreement(exam: Examination) -> Iterable[Finding]:
@@ -135,9 +136,9 @@ def examine(exam: Examination) -> Iterator[Finding]:
 
 
 def look(exam: Examination, topic: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check; a check that breaks is also a finding, and stops no run.
+    """Yield the findings of a check; an error of the check itself is also a finding, and stops no run.
 
-    If a setting is already a FAIL, such as a text for a number, a check that breaks on it says nothing.
+    If a setting is already a FAIL, such as a text instead of a number, a check that raises because of it says nothing.
     """
     is_told = bool(exam.failed & {"config", "values"})
     try:
@@ -148,5 +149,5 @@ def look(exam: Examination, topic: str, check: Callable[[], Iterable[Finding]]) 
             yield replace(finding, topic=topic)
     except Exception as error:
         if not is_told:
-            text = f"a check broke: {type(error).__name__}: {error} -> Report it: this is a bug of verl_ext.doctor."
+            text = f"a check raised {type(error).__name__}: {error} -> Report this as a bug in verl_ext.doctor."
             yield replace(warn(text), topic=topic)

@@ -22,7 +22,7 @@ SIMILAR = 0.8  # of a misspelt section
 def check_config(run: Run) -> Iterator[Finding]:
     """Report unknown keys, keys without effect, values of another type, and keys that are not set."""
     composed = flatten(OmegaConf.to_container(run.config, resolve=False))
-    text = f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect"
+    text = f"verl 0.9.1 knows all {len(composed)} keys, and every key that is set has an effect"
     yield from all_well(_problems(run, composed), text)
 
 
@@ -32,39 +32,39 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
     try:
         OmegaConf.to_container(run.config, resolve=True)
     except OmegaConfBaseException as error:
-        yield fail(f"a reference cannot be resolved: {error} -> Correct the ${{...}} of that key.")
+        yield fail(f"a reference cannot be resolved: {error} -> Correct the ${{...}} in its value.")
     for key in sorted(run.required):
         if run.get(key) in (None, defaults.get(key)):
-            yield fail(f"""{key} is not set; verl would take its own default, {defaults.get(key)!r}
-                -> Set it: {key}=..., or use the launcher, which takes it from a variable (--help).""")
+            yield fail(f"""{key} is not set; verl would use its own default, {defaults.get(key)!r}
+                -> Set {key}=..., or use the launcher, which reads it from an environment variable (--help).""")
     known = [*defaults, *of.OPEN_SECTIONS]
     sections = [*reference, "retool", "hydra", *(path.name for path in CONFIGS.iterdir() if path.is_dir())]
     for key, value in composed.items():
         if key not in known and value not in (None, {}) and any(of.is_within(name, key) for name in known):
-            yield fail(f"{key} is {value!r}, but it is a section -> Set a key of it, {key}.NAME=...")
+            yield fail(f"{key} is {value!r}, but it is a section -> Set a key in it: {key}.NAME=...")
         elif not (of.is_open(key) or of.is_known(key, reference) or of.is_field_of_own_class(key, run.config)):
             own = not difflib.get_close_matches(key.partition(".")[0], sections, n=1, cutoff=SIMILAR)
             hint = "Remove it." if own else did_you_mean(key, [*known, *sections], "Remove it.")
-            yield (warn if own else fail)(f"verl does not know {key}; it would do nothing -> {hint}")
+            yield (warn if own else fail)(f"verl does not know {key}, so it would have no effect -> {hint}")
     unread = of.unread_keys(run.entry)
     for key, value in composed.items():
         if value == defaults.get(key):
             continue
         if use := [use for section, use in of.KEYS_WITHOUT_EFFECT.items() if of.is_within(key, section)]:
-            yield warn(f"{key}={value} has no effect in verl 0.9.1's v1 trainer -> Instead: {use[0]}.")
+            yield warn(f"{key}={value} has no effect in verl 0.9.1's v1 trainer -> {use[0]}")
         elif key in unread:
-            yield warn(f"""{key}={value} has no effect: no code of verl 0.9.1 or verl_ext that a run reaches reads it
+            yield warn(f"""{key}={value} has no effect: no code that a run executes in verl 0.9.1 or verl_ext reads it
                 -> Remove it.""")
     for key, value in composed.items():
         is_word = key in ("trainer.save_freq", "trainer.test_freq") and value == "after_each_epoch"
         is_word |= key.endswith(".rollout_is_threshold") and "_" in str(value)  # an interval, such as 0.5_2.0
         if not (is_word or value is None or of.is_open(key) or of.has_type_of(value, defaults.get(key))):
             kinds = type(value).__name__, type(defaults[key]).__name__
-            yield warn(f"{key} is {value!r} ({kinds[0]}), but verl's default is a {kinds[1]} -> Correct it.")
+            yield warn(f"{key} is {value!r}, of type {kinds[0]}, but verl's default has type {kinds[1]} -> Correct it.")
     if run.has_own_reward:
         yield from _unknown_of_reward(run.get("reward.reward_kwargs", {}))
     for problem in run.own_problems("unknown", "missing"):
-        hint = "Set it as in configs/shared/ (retool.yaml; of SFT sft.yaml; of checkpoints every_run.yaml)."
+        hint = "Set it as configs/shared/ does (retool.yaml; for SFT sft.yaml; for checkpoints every_run.yaml)."
         if problem.kind == "unknown":
             hint = did_you_mean(problem.key, problem.known, "Remove it.")
         yield fail(f"{problem.message} -> {hint}")

@@ -46,22 +46,22 @@ def _why_not(run: Run, split: str, path: Path) -> Finding | None:
     key, kinds = f"data.{split}_files", (".parquet", ".jsonl", ".json") if run.is_rl else (".parquet",)
     if not path.is_file():
         return fail(f"""{key}: {path} does not exist
-            -> Make it with data/prepare_*.py (docs/guides/data.md), or set TRAIN_FILE or VAL_FILE of the launcher.""")
+            -> Create it with data/prepare_*.py (docs/guides/data.md), or set the launcher's TRAIN_FILE or VAL_FILE.""")
     if path.suffix not in kinds:
-        return fail(f"{key}: {path}, expected a name that ends in {' or '.join(kinds)} -> Convert or rename it.")
+        return fail(f"{key} is {path}, expected a name that ends in {' or '.join(kinds)} -> Convert or rename it.")
     if run.is_rl and (found := [each for each in PATTERNS if each in str(path)]):
-        return fail(f"""{key}: {path} has {" and ".join(found)}, which `datasets` takes for a pattern, and finds no file
-            -> Rename the file or its folder.""")
+        return fail(f"""{key}: {path} contains {" and ".join(found)}, which `datasets` reads as a pattern, so that it
+            finds no file -> Rename the file or its folder.""")
     try:
         found = run.sample(path)
     except DataError as error:
-        return fail(f"{key}: {error} -> Make it anew, or correct it.")
+        return fail(f"{key}: {error} -> Recreate the file, or correct it.")
     if not found.rows:
-        return fail(f"{key}: {path} has no row -> Make it anew.")
+        return fail(f"{key}: {path} has no rows -> Recreate the file.")
     if (text := run.text_column) not in found.columns.names:
         hint = did_you_mean(text, found.columns.names)
-        return fail(f"""{key}: {path} has no column {text!r}, expected it beside {", ".join(found.columns.names)}
-            -> {hint} Name it by data.{"prompt_key" if run.is_rl else "messages_key"}, or rename the column.""")
+        return fail(f"""{key}: {path} has no column {text!r}; its columns are {", ".join(found.columns.names)}
+            -> {hint} Set data.{"prompt_key" if run.is_rl else "messages_key"}, or rename the column.""")
     return None
 
 
@@ -72,8 +72,9 @@ def _check_types(split: str, samples: dict[Path, Sample]) -> Iterator[Finding]:
         for column in sample.columns:
             first, kind = seen.setdefault(column.name, (path, column.type))
             if different := _difference(column.name, kind, column.type):
-                yield fail(f"""data.{split}_files: {different} in {path}, and another type in {first}: verl cannot join
-                    them -> Write both with the same types: data/prepare_*.py, or the column cast in pandas.""")
+                yield fail(f"""data.{split}_files: {different} in {path}, but has another type in {first}: verl cannot
+                    join them -> Write both with the same types: with data/prepare_*.py, or by casting the column in
+                    pandas.""")
                 return
 
 
@@ -119,12 +120,12 @@ def check_protocol(run: Run) -> Iterator[Finding]:
                 if tag in text and TAGS[own] not in text
             )
         for (part, name), number in seen.items():
-            text = f"""{split}: {number} of the first {rows} {part}s of {path.name} have {TAGS[name]}, the tag of the
-                protocol {name}, and not that of {setting}={run.protocol}"""
+            text = f"""{split}: {number} of the first {rows} {part}s of {path.name} contain {TAGS[name]}, the tag of the
+                protocol {name}, but not the tag of {setting}={run.protocol}"""
             if 2 * number > rows and part == "prompt":
-                yield fail(f"{text} -> Set {setting}={name}, or make the data anew with --protocol {run.protocol}.")
+                yield fail(f"{text} -> Set {setting}={name}, or recreate the data with --protocol {run.protocol}.")
             elif 2 * number > rows:  # RetoolSFTDataset rewrites them
-                yield warn(f"{text}; their calls are rewritten -> If that is not meant: {setting}={name}.")
+                yield warn(f"{text}; their calls will be rewritten -> If you do not want this, set {setting}={name}.")
 
 
 def check_agent_names(run: Run) -> Iterator[Finding]:
@@ -136,7 +137,7 @@ def check_agent_names(run: Run) -> Iterator[Finding]:
             if name is not None and name not in loops:
                 yield fail(f"""{split}: agent_name is {name!r} in {number} rows of {path.name}, which
                     {run.get(f"{ROLLOUT}.agent.agent_loop_config_path")} does not register
-                    -> {did_you_mean(str(name), loops)} There are {", ".join(sorted(loops))}.""")
+                    -> {did_you_mean(str(name), loops)} Choose one of {", ".join(sorted(loops))}.""")
 
 
 def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:

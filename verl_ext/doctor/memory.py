@@ -11,7 +11,7 @@ from verl_ext.memory.words import GIB, size
 from verl_ext.runs.machine import Machine
 
 FP32, HALF = ("fp32", "float32"), ("bf16", "bfloat16", "fp16", "float16")
-FEWER = "More GPUs, or a larger Ulysses size with a smaller token budget per GPU"
+FEWER = "Use more GPUs, or a larger Ulysses size with a smaller token budget per GPU"
 
 
 def plan_of(run: Run) -> Plan:
@@ -55,34 +55,34 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
     """Compare the estimate with this machine's GPUs, if there are any, or with GPUs of `gpu_gib`."""
     shape, why = run.shape_or_why
     if shape is None:
-        yield warn(f"no estimate: {why}")
+        yield warn(f"the memory cannot be estimated: {why}")
         return
     plan = plan_of(run)
     memory = estimate(plan)
     if run.get("algorithm.adv_estimator") == "gae":
         yield warn("""algorithm.adv_estimator=gae trains a critic, whose memory is not in this estimate
-            -> Count (4 + 4 + 8) bytes for each of its parameters over the GPUs, and its activations.""")
+            -> Add (4 + 4 + 8) bytes for each of its parameters over the GPUs, and its activations.""")
     if run.device == "cpu":
         need = memory.training * run.gpus + memory.host
-        yield ok(f"training about {size(memory.training)} a rank: {memory.terms['training']}")
+        yield ok(f"training takes about {size(memory.training)} on each rank: {memory.terms['training']}")
         if need > machine.memory_bytes:
-            yield warn(f"""about {need / GIB:.0f} GiB are needed; the host has {machine.memory_bytes / GIB:.0f}
-                -> Take less ranks.""")
+            yield warn(f"""the run needs about {need / GIB:.0f} GiB, but the host has {machine.memory_bytes / GIB:.0f}
+                -> Use fewer ranks.""")
         return
     if run.is_dynamic and not run.is_packed:
-        yield warn("""use_dynamic_bsz counts no padding, and use_remove_padding=false adds it: a micro-batch may take
-            several times the estimate -> Set use_dynamic_bsz=false and a micro_batch_size_per_gpu of 1.""")
+        yield warn("""use_dynamic_bsz does not count the padding that use_remove_padding=false adds: a micro-batch may
+            take several times the estimate -> Set use_dynamic_bsz=false and micro_batch_size_per_gpu=1.""")
     yield _check_host(memory, machine)
     gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus if gpu.total_gib is not None), default=None)
     need = memory.training * RESERVED / GIB + CONTEXT_GIB
-    text = f"""training peaks at about {need:.0f} GiB of a GPU: {memory.terms["training"]}; torch reserves {RESERVED:g}
-        times the sum, and {CONTEXT_GIB:g} GiB go to contexts"""
+    text = f"""training peaks at about {need:.0f} GiB on each GPU: {memory.terms["training"]}; torch reserves
+        {RESERVED:g} times the sum, and CUDA contexts take {CONTEXT_GIB:g} GiB"""
     if gpu_gib is None:
-        here = "the GPUs' memory is unknown" if machine.gpus else "no GPU here to compare with"
+        here = "the GPUs' memory is unknown" if machine.gpus else "there is no GPU here to compare with"
         yield ok(f"{text} ({here})")
         return
-    text += f"; there are {gpu_gib:.0f}"
-    advice = FEWER + ", or override_optimizer_config.fused=true" * (not plan.fused)
+    text += f"; a GPU has {gpu_gib:.0f}"
+    advice = FEWER + ", or set override_optimizer_config.fused=true" * (not plan.fused)
     if memory.training / GIB > TOLERANCE * gpu_gib:
         yield fail(f"{text} -> {advice}.")
     else:
@@ -95,32 +95,32 @@ def check_simulation(run: Run) -> Iterator[Finding]:
     """Simulate a training step, and compare it with the estimate. Imports torch and verl."""
     shape, why = run.shape_or_why
     if shape is None:
-        yield warn(f"no simulation: {why}")
+        yield warn(f"a training step cannot be simulated: {why}")
         return
     from verl_ext.memory.simulate import simulate
 
     plan = plan_of(run)
     if plan.adapters or plan.padded:
-        what = "LoRA" if plan.adapters else "a batch with padding"
-        yield warn(f"no simulation: {what} is not simulated -> Watch the first steps' memory.")
+        what = "LoRA" if plan.adapters else "padding"
+        yield warn(f"a training step with {what} cannot be simulated -> Watch the first steps' memory.")
         return
     seen = simulate(plan)
     where = "backward pass" if seen.peak is seen.backward else "optimizer's step"
-    fsdp1 = "" if plan.is_fsdp2 else ", with fsdp2 in place of fsdp"
-    text = f"""a simulated training step{fsdp1} peaks at {size(seen.peak.total)} of a GPU, in the {where}; the estimate
-        is {size(estimate(plan).training)}"""
+    fsdp1 = "" if plan.is_fsdp2 else ", with fsdp2 instead of fsdp,"
+    text = f"""a simulated training step{fsdp1} peaks at {size(seen.peak.total)} on each GPU, in the {where}; the
+        estimate is {size(estimate(plan).training)}"""
     yield ok("\n".join([text, *(f"{name:12}{size(number):>11}" for name, number in asdict(seen.peak).items())]))
 
 
 def _check_host(memory: Memory, machine: Machine) -> Finding:
-    text = f"host memory of a node about {memory.host / GIB:.0f} GiB: {memory.terms['host']}"
+    text = f"host memory of a node is about {memory.host / GIB:.0f} GiB: {memory.terms['host']}"
     if not machine.gpus:
-        return ok(f"{text} (not compared: no GPU here)")
-    text += f"; there are {machine.memory_bytes / GIB:.0f}"
+        return ok(f"{text} (not compared: there is no GPU here)")
+    text += f"; this host has {machine.memory_bytes / GIB:.0f}"
     if memory.host <= machine.memory_bytes:
         return ok(text)
     say = fail if memory.weights_on_host > machine.memory_bytes else warn
-    return say(f"{text} -> More nodes, or switch optimizer_offload off where the GPUs have the room.")
+    return say(f"{text} -> Use more nodes, or switch optimizer_offload off if the GPUs have the room.")
 
 
 def _check_rollout(run: Run, plan: Plan, memory: Memory, gpu_gib: float) -> Iterator[Finding]:
@@ -128,24 +128,24 @@ def _check_rollout(run: Run, plan: Plan, memory: Memory, gpu_gib: float) -> Iter
     vllm, resident = share * gpu_gib, memory.resident / GIB + CONTEXT_GIB * (1 - share)
     say, when = (warn, "validates") if run.is_separate else (fail, "generates")
     if run.has_hybrid_servers and vllm + resident > gpu_gib:
-        yield say(f"""while it {when}, vLLM takes {share:g} x {gpu_gib:.0f} = {vllm:.0f} GiB and the actor keeps
-            {memory.resident / GIB:.0f} -> Offload it (fsdp_config.param_offload, optimizer_offload), or lower
+        yield say(f"""while the run {when}, vLLM takes {share:g} x {gpu_gib:.0f} = {vllm:.0f} GiB and the actor keeps
+            {memory.resident / GIB:.0f} -> Offload the actor (fsdp_config.param_offload, optimizer_offload), or lower
             rollout.gpu_memory_utilization.""")
     if run.has_hybrid_servers and memory.sync / GIB + 2 * CONTEXT_GIB > gpu_gib:
-        yield say(f"""while weights are sent, vLLM's {memory.vllm_weights / GIB:.0f} GiB and the actor's make
-            {memory.sync / GIB:.0f} -> A larger tensor_model_parallel_size, or optimizer_offload.""")
+        yield say(f"""while weights are sent, vLLM's {memory.vllm_weights / GIB:.0f} GiB and the actor's weights take
+            {memory.sync / GIB:.0f} together -> Use a larger tensor_model_parallel_size, or optimizer_offload.""")
     parallel, longest, room = run.tensor_parallel, run.longest, max(run.longest, run.max_model_len or 0)
     tokens = kv_tokens(plan.shape, (vllm - CONTEXT_GIB) * GIB - memory.vllm_weights, parallel)
     sequences = run.batch * run.n / max(1, run.rollout_gpus // parallel)
     text = f"""a vLLM server has {share:g} x {gpu_gib:.0f} - {memory.vllm_weights / GIB:.1f} (weights) - {CONTEXT_GIB:g}
-        GiB on each of {parallel} GPU(s): {tokens:,.0f} tokens of KV cache, {tokens / longest:.1f} sequences of
-        {longest:,} tokens at once, of {sequences:,.0f} a step"""
+        GiB on each of {parallel} GPU(s): {tokens:,.0f} tokens of KV cache, enough for {tokens / longest:.1f}
+        sequences of {longest:,} tokens at once, out of {sequences:,.0f} in a step"""
     if tokens * TOLERANCE < room:  # vLLM refuses (v1/core/kv_cache_utils.py, `check_enough_kv_cache_memory`)
-        text += f"; vLLM wants room for a sequence of max_model_len={room:,}" * (room > longest)
+        text += f"; vLLM needs room for a sequence of max_model_len={room:,}" * (room > longest)
         lower = f", or rollout.max_model_len={longest}" * (room > longest)
-        yield fail(f"{text} -> A larger tensor_model_parallel_size or gpu_memory_utilization{lower}.")
+        yield fail(f"{text} -> Use a larger tensor_model_parallel_size or gpu_memory_utilization{lower}.")
     elif tokens < 8 * longest and sequences > tokens / longest:
-        slow = "Generation will be slow: a larger tensor_model_parallel_size leaves more for the cache."
+        slow = "Use a larger tensor_model_parallel_size, which leaves more for the cache, or generation is slow."
         yield warn(f"{text} -> {slow}")
     else:
         yield ok(text)

@@ -146,7 +146,7 @@ FILES = (
 
 
 def check_names(run: Run) -> Iterator[Finding]:
-    text = "every name that a setting chooses by is registered, and every class that one names is there"
+    text = "every name in the settings is registered, and every class that they name exists"
     yield from all_well([*_check_settings(run), *_check_classes(run)], text)
 
 
@@ -166,8 +166,8 @@ def _check_settings(run: Run) -> Iterator[Finding]:
 
 
 def _not_among(message: str, name: Any, known: Iterable[str]) -> Finding:
-    among = f"{did_you_mean(str(name), known)} Take one of {', '.join(sorted(known))}."
-    return fail(f"{message}, expected a name that is registered -> {among}")
+    among = f"{did_you_mean(str(name), known)} Choose one of {', '.join(sorted(known))}."
+    return fail(f"{message}, expected a registered name -> {among}")
 
 
 def _check_classes(run: Run) -> Iterator[Finding]:
@@ -183,10 +183,10 @@ def _check_classes(run: Run) -> Iterator[Finding]:
         if not module or not name:
             continue
         if (file := module_file(run, module)) is None:
-            yield fail(f"{key} is {name} of {module}, expected a module that is there -> Correct the path.")
+            yield fail(f"{key} is {name} of {module}, but there is no such module -> Correct the path.")
         elif (known := _defined(file)) and name not in known:
             public = {each for each in known if not each.startswith("_")}
-            hint = did_you_mean(name, public, f"Take one of {', '.join(sorted(public))}.")
+            hint = did_you_mean(name, public, f"Choose one of {', '.join(sorted(public))}.")
             yield fail(f"{key} is {name!r}, expected a name that {module} defines -> {hint}")
 
 
@@ -195,15 +195,15 @@ def _entries(run: Run, key: str, section: str, class_key: str) -> Generator[Find
     if not (path := run.get(key)):
         return []
     if not (run.folder / path).is_file():
-        yield fail(f"{key} is {path}, expected a file, counted from {run.folder} -> Correct the path.")
+        yield fail(f"{key} is {path}, but there is no such file (from {run.folder}) -> Correct the path.")
         return []
     try:
         tree = OmegaConf.to_container(OmegaConf.load(run.folder / path))
         names = [entry[class_key].rpartition(".") for entry in (tree[section] if section else tree)]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         form = f"a list{f' {section!r}' * bool(section)} whose entries have {class_key!r}"
-        yield fail(f"""{key} is {path}, expected {form}, but it has none: {type(error).__name__} {error}
-            -> Correct it after {"configs/tools/" if section else "verl_ext/rollout/agent_loops.yaml"}.""")
+        yield fail(f"""{key} is {path}, expected {form}: {type(error).__name__} {error}
+            -> Write it as in {"configs/tools/" if section else "verl_ext/rollout/agent_loops.yaml"}.""")
         return []
     return [(module, f"{path}: {class_key}", name) for module, _, name in names]
 
@@ -216,7 +216,7 @@ def _check_functions(run: Run) -> Iterator[Finding]:
     try:
         ast.parse((run.folder / path).read_text(encoding="utf-8"))
     except OSError as error:
-        yield fail(f"""{key} is {path}, expected a file, counted from {run.folder}: {error.strerror}
+        yield fail(f"""{key} is {path}, but this file cannot be read (from {run.folder}): {error.strerror}
             -> Correct the path.""")
     except (SyntaxError, ValueError) as error:
         yield fail(f"{key} is {path}, expected Python: {error} -> Correct the file.")

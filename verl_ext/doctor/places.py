@@ -53,11 +53,12 @@ def check_temporary(run: Run, environment: Mapping[str, str]) -> Iterator[Findin
             continue
         if why := _why_not_writable(existing if who == "Ray" and name != "TMPDIR" else Path(folder)):
             told.add(folder)
-            yield fail(f"{name} is {folder}, which cannot be written: {why} -> Make the folder, or unset {name}.")
+            yield fail(f"{name} is {folder}, which cannot be written: {why} -> Create the folder, or unset {name}.")
         elif length > most:
             told.add(folder)
-            yield fail(f"""{name} is {folder}, a path of {length} bytes, expected at most {most}: the kernel cuts off
-                the names of sockets (AF_UNIX) that {who} makes there -> Set {name} to a short folder, such as /tmp.""")
+            yield fail(f"""{name} is {folder}, a path of {length} bytes, expected at most {most}: there is no room
+                for the names of the sockets (AF_UNIX) that {who} creates in it -> Set {name} to a short path, such as
+                /tmp.""")
     if not told:
         yield ok(f"temporary files are in {', '.join(dict.fromkeys(folder for _, folder, *_ in uses))}")
 
@@ -76,10 +77,10 @@ def check_loggers(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]
     for name in run.listed("trainer.logger"):
         if name in PACKAGES_OF_LOGGERS and find_spec(name) is None:
             yield fail(f"""trainer.logger names {name}, whose package is not installed
-                -> pip install {name}, or leave it out.""")
+                -> Run pip install {name}, or remove it from the loggers.""")
         elif name == "wandb" and not _signs_in(run.folder, environment):
             yield fail("""trainer.logger names wandb, which has no API key here and cannot ask for one in a run
-                -> Set WANDB_API_KEY, call `wandb login` once, or set WANDB_MODE=offline.""")
+                -> Set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline.""")
 
 
 def _signs_in(folder: Path, environment: Mapping[str, str]) -> bool:

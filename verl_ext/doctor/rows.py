@@ -121,7 +121,7 @@ class Overlaps:
     def findings(self, split: str) -> Iterator[Finding]:
         if self.rows:
             yield warn(f"""{split}: {len(self.rows)} problem(s) are also in AIME 2024, AIME 2025 or data.val_files
-                ({self.rows[0]}) -> data/prepare_*.py drop them (--evaluation adds files).""")
+                ({self.rows[0]}) -> Remove them, as data/prepare_*.py do (--evaluation adds files).""")
 
 
 def _problem(messages: Any) -> str:
@@ -170,12 +170,12 @@ def _check_traces(
             if (size := len(text.encode())) > limit:  # no text has more tokens than bytes
                 lengths.add(where, trace, size)
     except DataError as error:
-        yield fail(f"{split}: {error} -> data/prepare_retool_sft.py writes the right form.")
+        yield fail(f"{split}: {error} -> Use data/prepare_retool_sft.py, which writes the expected form.")
         return
     of = _of(number, total)
     if bad:
         say = warn if run.get("data.retool.bad_rows") == "drop" else fail
-        yield say(f"""{split}: {len(bad)} of {of} rows are no traces ({"; ".join(bad[:MAX_SHOWN])})
+        yield say(f"""{split}: {len(bad)} of {of} rows are not traces ({"; ".join(bad[:MAX_SHOWN])})
             -> Correct them, or set data.retool.bad_rows=drop.""")
     if long := lengths.long():
         say = fail if run.get("data.truncation") == "error" else warn
@@ -183,8 +183,8 @@ def _check_traces(
             longest has {max(length for length, _ in long)} tokens)
             -> Raise data.max_length, or set data.truncation=drop.""")
     if copies := sum(seen.values()) - len(seen):
-        yield warn(f"""{split}: {copies} of {of} traces are there before, word for word
-            -> data/prepare_retool_sft.py drops them.""")
+        yield warn(f"""{split}: {copies} of {of} traces repeat an earlier one word for word
+            -> Remove them, as data/prepare_retool_sft.py does.""")
     yield from overlaps.findings(split)
     left = number - len(bad) - (len(long) if run.get("data.truncation") == "drop" else 0)
     yield from _too_few(run, split, left, number == (total or number))
@@ -215,20 +215,20 @@ def _check_problems(
             )
             lengths.add(where, (messages, how), size, roles)  # a template may refuse an order of roles
     except DataError as error:
-        yield fail(f"{split}: {error} -> data/prepare_jsonl.py writes verl's columns from any JSONL.")
+        yield fail(f"{split}: {error} -> Use data/prepare_jsonl.py, which writes verl's columns from any JSONL.")
         return
     of = _of(number, total)
     if is_train and (copies := number - len(answers)):
-        yield warn(f"""{split}: {of} rows are {len(answers):,} different problems: {copies:,} are there before
-            -> The prepare scripts of data/ keep each once; DAPO-Math-17k has each 100 times.""")
+        yield warn(f"""{split}: {of} rows have {len(answers):,} different problems: {copies:,} rows repeat one
+            -> Remove the copies, as data/prepare_*.py do; DAPO-Math-17k has each problem 100 times.""")
     if conflicts := sum(len(each) > 1 for each in answers.values()):
-        yield warn(f"""{split}: {conflicts} problem(s) are there with different answers
-            -> data/prepare_*.py drop them.""")
+        yield warn(f"""{split}: {conflicts} problem(s) have different answers in different rows
+            -> Remove them, as data/prepare_*.py do.""")
     yield from overlaps.findings(split)
     long, refused, is_all = lengths.long(), lengths.refused, number == (total or number)
     if refused:
         yield fail(f"""{split}: {lengths.some}{len(refused)} of {of} prompts cannot be rendered ({refused[0]})
-            -> Leave these rows out, or join their messages; their rollouts would raise.""")
+            -> Leave these rows out, or merge their messages: their rollouts would raise an error.""")
     if long:
         dropped = run.get("data.filter_overlong_prompts")
         cut = sum(count_as_verl(messages) <= limit for _, (messages, _) in long) if dropped else 0
@@ -238,9 +238,9 @@ def _check_problems(
             advice = """A rollout would cut off their beginning. Raise data.max_prompt_length, or set
                 data.filter_overlong_prompts=true."""
         elif cut:
-            advice = f"""verl does not drop {cut} of them, as it does not count the interpreter's schema: a rollout
-                would cut their heads off. Raise it, or set multi_turn.tool_config_path to
-                configs/tools/code_interpreter.yaml."""
+            advice = f"""verl does not drop {cut} of them, because it does not count the interpreter's schema, and a
+                rollout would cut off their beginning. Raise data.max_prompt_length, or set
+                multi_turn.tool_config_path to configs/tools/code_interpreter.yaml."""
         yield say(f"""{split}: {lengths.some}{len(long)} of {of} prompts are longer than
             data.max_prompt_length={limit} (the longest has {max(length for length, _ in long)} tokens, tools included)
             -> {advice}""")
@@ -260,7 +260,7 @@ def _too_few(run: Run, split: str, left: int, is_all: bool) -> Iterator[Finding]
     """Report a split with less than a batch left; `check_steps` counts the rows that exist, not those that are left."""
     there = count_rows(run.files(split))
     if split == "train" and is_all and there and left < run.batch <= there:
-        yield fail(f"""{split}: {left} rows are left, less than a batch of {run.batch}: no step
+        yield fail(f"""{split}: {left} rows are left, fewer than a batch of {run.batch}, so no step would run
             -> Lower data.train_batch_size, add data, or raise the limit of tokens.""")
 
 

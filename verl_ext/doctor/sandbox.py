@@ -20,7 +20,7 @@ CALLS_PER_RESPONSE = 2.9  # (7.82 - 2) / 2: num_turns/mean of the published run'
 SLOW_STEP_S = 120.0
 LAYERS_THAT_CONFINE = ("namespaces", "landlock", "seccomp")
 MAX_CLIENTS = 128
-START = "Start it: python -m verl_ext.sandbox.server --port 8080 --workers N, or set SANDBOX_URL."
+START = "Start it with python -m verl_ext.sandbox.server --port 8080 --workers N, or set SANDBOX_URL."
 QUEUE_S, ATTEMPTS = (
     inspect.signature(SandboxClient).parameters[name].default for name in ("queue_timeout_s", "max_attempts")
 )
@@ -36,24 +36,24 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
     request_s = queue_s / ATTEMPTS + code_s + ANSWER_GRACE_S  # the first attempt, see SandboxClient._attempt
     call_s, calls = code_s + queue_s, run.get("retool.max_tool_calls", 1)
     if queue_s < code_s:
-        yield warn(f"""a call may queue for {queue_s:g} s, less than the {code_s:g} s that one program may run: when all
-            workers are busy with such programs, calls are lost (`failure/sandbox_failure`)
+        yield warn(f"""a call may queue for {queue_s:g} s, less than the {code_s:g} s that one program may run: if all
+            workers are busy with such programs, calls fail (`failure/sandbox_failure`)
             -> Set retool.sandbox.queue_timeout_s to {2 * code_s:g}, or lower retool.sandbox.timeout_s.""")
     path = run.get(f"{ROLLOUT}.multi_turn.tool_config_path")
     for tool in OmegaConf.load(run.folder / path).get("tools", []) if path and (run.folder / path).is_file() else []:
         is_ours = tool.class_name.endswith("CodeInterpreter") and "timeout_s" in tool.config
         if is_ours and tool.config.timeout_s != code_s:
             name, other_s = tool.tool_schema.function.name, tool.config.timeout_s
-            yield warn(f"""the tool YAML gives {name} {other_s:g} s, but code runs by
-                retool.sandbox.timeout_s={code_s:g} -> Set both to the same.""")
+            yield warn(f"""the tool YAML gives {name} {other_s:g} s, but the limit that applies is
+                retool.sandbox.timeout_s={code_s:g} -> Set both to the same value.""")
     if request_s >= call_s:
         least = ANSWER_GRACE_S * ATTEMPTS / (ATTEMPTS - 1)
         yield warn(f"""a request may take {request_s:g} s, but its call ends after {call_s:g} s: a slow first attempt
             leaves no time for another
-            -> Set retool.sandbox.queue_timeout_s to {QUEUE_S:g}; {least:.3g} is too little.""")
+            -> Set retool.sandbox.queue_timeout_s to {QUEUE_S:g}; {least:.3g} is still too short.""")
         return
     yield ok(f"""code {code_s:g} s < request {request_s:g} s < call {call_s:g} s (queueing and {ATTEMPTS} attempts);
-        {calls} calls of a rollout take {calls * call_s:g} s at the worst, and nothing in verl's v1 trainer limits a
+        the {calls} calls of a rollout take at most {calls * call_s:g} s, and verl's v1 trainer sets no limit for a
         rollout""")
 
 
@@ -81,15 +81,15 @@ def _look_at(base: str) -> Finding:
     try:
         layers = probe(base)
     except Busy as error:
-        return warn(f"{error} -> More workers, or wait.")
+        return warn(f"{error} -> Use more workers, or wait.")
     except NotWell as error:
         return fail(f"{error} -> {'Set SANDBOX_TOKEN.' if error.status == 401 else START}")
     if layers is None:
-        return warn(f"""{base} runs code, and does not say what isolates it
-            -> See to it that it is a container or VM of its own.""")
+        return warn(f"""{base} runs code, but does not report what isolates it
+            -> Make sure that it runs in a separate container or VM.""")
     if missing := [layer for layer in LAYERS_THAT_CONFINE if layer not in layers]:
         return warn(f"""{base} runs code with {", ".join(layers) or "no isolation"}; {", ".join(missing)} is off
-            -> docs/guides/sandbox.md: what each stops, and what a container must allow; else give it a VM.""")
+            -> See docs/guides/sandbox.md for what each stops and what a container must allow, or use a VM.""")
     return ok(f"{base} runs code, isolated by {', '.join(layers)}")
 
 
@@ -116,11 +116,12 @@ def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
     try:
         seen = asyncio.run(measure())
     except ValueError as error:  # a server refuses the request itself
-        yield fail(f"under load: {error} -> Correct retool.sandbox.")
+        yield fail(f"the load test was refused: {error} -> Correct retool.sandbox.")
         return
     if seen.faults:
         yield fail(f"""{len(seen.faults)} of {len(seen.latencies)} calls of {clients} clients failed: {seen.faults[0]}
-            -> See the server's log; more workers or servers (SANDBOX_URL takes several), a larger memory_limit_mb.""")
+            -> See the server's log. Use more workers or servers (SANDBOX_URL takes several), or raise
+            memory_limit_mb.""")
         return
     yield from judge_load(run, seen, clients)
 
@@ -131,12 +132,12 @@ def judge_load(run: Run, seen: Load, clients: int) -> Iterator[Finding]:
     step_s, limit_s = expected / seen.rate, run.get("retool.sandbox.timeout_s")
     text = f"""{clients} clients get {seen.rate:.0f} sympy programs a second (p50 {seen.p50 * 1e3:.0f} ms, p99
         {seen.p99 * 1e3:.0f} ms). A step of {run.batch} prompts x {run.n} x {expected / run.batch / run.n:.1f} calls =
-        {expected:,.0f} takes the sandbox {step_s:,.0f} s, at the most ({most:,.0f} calls) {most / seen.rate:,.0f} s"""
+        {expected:,.0f} takes the sandbox {step_s:,.0f} s, and at most {most / seen.rate:,.0f} s ({most:,.0f} calls)"""
     if seen.p99 > limit_s:
-        yield fail(f"{text}; the p99 is over retool.sandbox.timeout_s={limit_s:g} -> More workers, or less load.")
+        yield fail(f"{text}; the p99 is above retool.sandbox.timeout_s={limit_s:g} -> Use more workers, or less load.")
     elif step_s > SLOW_STEP_S:
         yield warn(f"""{text}
-            -> About {step_s / SLOW_STEP_S:.1f} times the workers (a core each) make it {SLOW_STEP_S:g} s:
-            --workers, or more URLs.""")
+            -> Use about {step_s / SLOW_STEP_S:.1f} times as many workers (a core each), or more URLs, to reach
+            {SLOW_STEP_S:g} s.""")
     else:
         yield ok(text)

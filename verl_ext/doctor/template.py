@@ -32,7 +32,7 @@ TRACE = [
     {"role": "assistant", "content": ANSWER},
 ]
 
-CHAT_MODEL = "Take the tokenizer of a chat (Instruct) model."
+CHAT_MODEL = "Use the tokenizer of a chat (Instruct) model."
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
@@ -100,8 +100,8 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokeniz
         yield fail(f"{error} -> {CHAT_MODEL}")
         return
     tokens = tokenizer.encode(protocol.stop, add_special_tokens=False) if protocol.stop else []
-    stop = f"; it stops at {protocol.stop}, {len(tokens)} token(s)" * bool(protocol.stop)
-    text = f"""protocol {run.protocol}: tokenizer ({len(tokenizer):,} tokens) and chat template fit; a turn ends with
+    stop = f", and generation stops at {protocol.stop} ({len(tokens)} token(s))" * bool(protocol.stop)
+    text = f"""tokenizer ({len(tokenizer):,} tokens) and chat template fit the protocol {run.protocol}: a turn ends with
         {tokenizer.eos_token}{stop}"""
     yield from all_well(_problems(run, tokenizer, protocol, replies), text)
 
@@ -112,25 +112,25 @@ def _problems(
     for text in (protocol.write("", [Call(CODE_TOOL, {"code": CODE}, 0)]), *replies):
         back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         if back != text:
-            yield fail(f"""the tokenizer does not give back what the protocol writes: {text!r} comes back as {back!r}
-                -> Take another protocol, or a tokenizer that keeps spaces and has these characters.""")
+            yield fail(f"""the tokenizer does not reproduce what the protocol writes: it turns {text!r} into {back!r}
+                -> Use another protocol, or a tokenizer that keeps spaces and has these characters.""")
     tags = ("<code>", "</code>") if run.protocol == "code" else ("<tool_call>", "</tool_call>")
     if special := [tag for tag in tags if tag in tokenizer.all_special_tokens]:
-        yield fail(f"""{", ".join(special)}: special tokens here, which end a turn for the agent loop, and which
-            decoding drops -> Register them as ordinary added tokens (special=False).""")
+        yield fail(f"""{", ".join(special)}: special tokens in this tokenizer, which end a turn for the agent loop and
+            are dropped when decoding -> Register them as ordinary added tokens (special=False).""")
     ids = _end_ids(run, tokenizer)
     known = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     if unseen := [tokenizer.decode([i]) for i in ids if i not in known]:  # the loop knows Llama 3's <|eom_id|>
-        yield fail(f"""vLLM stops at {unseen} (generation_config.json), which are no special tokens: the agent loop
-            would take such turns for cut off -> Correct eos_token_id there, or mark the tokens as special.""")
+        yield fail(f"""vLLM stops at {unseen} (generation_config.json), which are not special tokens: the agent loop
+            would treat such turns as cut off -> Correct eos_token_id there, or mark the tokens as special.""")
     if run.shape and len(tokenizer) > run.shape.vocabulary:
-        yield fail(f"""the tokenizer has {len(tokenizer)} tokens, the model's embedding {run.shape.vocabulary} rows
-            -> Take the model's own tokenizer, or resize its embedding.""")
+        yield fail(f"""the tokenizer has {len(tokenizer)} tokens, but the model's embedding {run.shape.vocabulary} rows
+            -> Use the model's own tokenizer, or resize its embedding.""")
     try:
         schemas = tool_schemas(run, tokenizer)
     except Exception as error:  # from whatever a tool's author wrote
         yield fail(f"""the tools cannot be loaded: {type(error).__name__}: {error}
-            -> Correct the files of multi_turn.tool_config_path and function_tool_path.""")
+            -> Correct the files that multi_turn.tool_config_path and function_tool_path name.""")
         return
     shown = protocol.schemas(schemas)
     try:
@@ -141,7 +141,7 @@ def _problems(
     if missing := [name for name in schemas if shown is not None and name not in prompt]:
         yield warn(f"""the chat template leaves out the tools ({", ".join(missing)}): nothing in the prompt says how to
             call them
-            -> Take a model whose template has tools, set model.custom_chat_template, or say it in the data.""")
+            -> Use a model whose template shows tools, set model.custom_chat_template, or explain it in the data.""")
 
 
 def _end_ids(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer") -> list[int]:

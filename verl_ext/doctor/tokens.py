@@ -21,7 +21,7 @@ _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")  # the nam
 
 
 class NoTokenizer(ValueError):
-    """The path has no tokenizer; the message names it."""
+    """The path has no tokenizer; the message says why."""
 
 
 class QuickTokenizer:
@@ -44,7 +44,7 @@ class QuickTokenizer:
             config = _read_json(folder / "tokenizer_config.json")
             saved = _read_json(folder / "special_tokens_map.json")  # older folders have the names only there
         except Exception as error:  # tokenizers raises this very class
-            raise NoTokenizer(f"{folder}: {error}") from None
+            raise NoTokenizer(str(error)) from None
         named = {name: config.get(name) or saved.get(name) for name in _SPECIAL}
         more = next((each for file in (config, saved) for key in _MORE_SPECIAL if (each := file.get(key))), {})
         if isinstance(more, dict):  # with names, which templates may use
@@ -86,7 +86,7 @@ class QuickTokenizer:
         if isinstance(template, dict):
             named = template.get("default") if tools is None else template.get("tool_use", template.get("default"))
             if named is None:
-                raise ValueError(f"there are several chat templates and no default one: {', '.join(template)}")
+                raise ValueError(f"the tokenizer has several chat templates and no default one: {', '.join(template)}")
             template = named
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return _compiled(template).render(**given, **(self._special | kwargs))
@@ -115,8 +115,8 @@ def quick_tokenizer(path: str, folder: Path, template: str | None) -> QuickToken
         return QuickTokenizer(place, template)
     if any((place / name).is_file() for name in FILES) or (not place.is_dir() and _HUB_NAME.fullmatch(path)):
         return None
-    kind = "that folder has none of " + ", ".join(FILES) if place.is_dir() else "there is no such folder"
-    raise NoTokenizer(f"{path}: {kind}")
+    kind = "the folder has none of " + ", ".join(FILES) if place.is_dir() else "there is no such folder"
+    raise NoTokenizer(kind)
 
 
 def _templates_of(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:

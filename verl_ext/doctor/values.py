@@ -17,7 +17,7 @@ LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times t
 SHARED_PROMPT = "shared_prompt"  # BACKEND of verl_ext/trainer/shared_prompt.py, which imports torch
 CORRECTION = "algorithm.rollout_correction"
 NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # verl_ext/trainer/limits.py obeys it
-RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
+RECIPES = "1e-6 for RL or 1e-5 for SFT, as in the recipes; for the tiny model to 3e-4 or 3e-3"
 
 # Whole numbers of at least 1.
 COUNTS = (
@@ -30,29 +30,29 @@ COUNTS = (
 
 # (key, level, interval that it must lie in, why, what to set). The first row of a key that does not hold is reported.
 BOUNDS = (
-    ("optim.lr", fail, "(0, 0.1]", "Adam moves every weight by about so much in a step", RECIPES),
-    ("optim.lr", warn, "(0, 0.01]", "Adam moves every weight by about so much in a step", RECIPES),
-    ("optim.clip_grad", fail, "(0, inf)", "every gradient would be scaled to nothing", "1"),
+    ("optim.lr", fail, "(0, 0.1]", "Adam moves every weight by about this much in a step", RECIPES),
+    ("optim.lr", warn, "(0, 0.01]", "Adam moves every weight by about this much in a step", RECIPES),
+    ("optim.clip_grad", fail, "(0, inf)", "every gradient would be scaled to zero", "1"),
     ("optim.lr_warmup_steps_ratio", fail, "[0, 1)", "it is a share of all steps", "0.1, or to 0 for none"),
-    ("optim.weight_decay", warn, "[0, 1)", "AdamW takes lr times so much off every weight in a step", "0.01"),
-    (f"{ROLLOUT}.temperature", fail, "(0, inf)", "all samples of a prompt would be equal: no exploration", "1.0"),
-    (f"{ROLLOUT}.temperature", warn, "[0.1, 1.5]", "samples of a prompt are equal below it, and noise above", "1.0"),
+    ("optim.weight_decay", warn, "[0, 1)", "AdamW shrinks every weight by lr times this in a step", "0.01"),
+    (f"{ROLLOUT}.temperature", fail, "(0, inf)", "all samples of a prompt would be equal, without exploration", "1.0"),
+    (f"{ROLLOUT}.temperature", warn, "[0.1, 1.5]", "below it samples of a prompt are equal, above it noise", "1.0"),
     (f"{ROLLOUT}.val_kwargs.temperature", fail, "[0, inf)", "vLLM refuses it", "1.0, or to 0 for greedy"),
-    (f"{ROLLOUT}.val_kwargs.temperature", warn, "[0, 1.5]", "noise would be measured", "1.0, or to 0 for greedy"),
+    (f"{ROLLOUT}.val_kwargs.temperature", warn, "[0, 1.5]", "it would measure noise", "1.0, or to 0 for greedy"),
     (f"{ROLLOUT}.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
     (f"{ROLLOUT}.val_kwargs.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
     (f"{ROLLOUT}.top_k", fail, "[-1, inf)", "vLLM refuses it", "-1 for all tokens"),
     (f"{ROLLOUT}.val_kwargs.top_k", fail, "[-1, inf)", "vLLM refuses it", "-1 for all tokens"),
-    (f"{ROLLOUT}.gpu_memory_utilization", fail, "(0, 0.98]", "vLLM starts only where so large a share is free", "0.9"),
-    (f"{ROLLOUT}.gpu_memory_utilization", warn, "[0.05, 0.95]", "the rest is for contexts and the actor", "0.9"),
+    (f"{ROLLOUT}.gpu_memory_utilization", fail, "(0, 0.98]", "vLLM starts only if this share is free", "0.9"),
+    (f"{ROLLOUT}.gpu_memory_utilization", warn, "[0.05, 0.95]", "contexts and the actor need the rest", "0.9"),
     (f"{ACTOR}.clip_ratio_low", fail, "(0, 1]", "new over old probability may fall to 1 minus this", "0.2"),
     (f"{ACTOR}.clip_ratio_high", fail, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
     (f"{ACTOR}.clip_ratio_high", warn, "(0, 1]", "new over old probability may rise to 1 plus this", "0.28"),
-    (f"{ACTOR}.clip_ratio_c", fail, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
-    (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
+    (f"{ACTOR}.clip_ratio_c", fail, "(1, inf)", "verl accepts only this for the dual clip", "10"),
+    (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above it nothing else", "0"),
     (f"{ACTOR}.kl_loss_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
     ("algorithm.kl_ctrl.kl_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
-    (NCCL_TIMEOUT, fail, "(0, inf)", "it is the seconds that ranks wait for each other", "3600"),
+    (NCCL_TIMEOUT, fail, "(0, inf)", "it is how many seconds ranks wait for each other", "3600"),
     ("algorithm.gamma", fail, "[0, 1]", "it is a discount", "1.0"),
     ("algorithm.lam", fail, "[0, 1]", "it is a discount", "1.0"),
 )
@@ -61,13 +61,13 @@ BOUNDS = (
 def check_values(run: Run) -> Iterator[Finding]:
     problems = [*_check_numbers(run), *_check_optimizer(run), *_check_backend(run), *_check_images(run)]
     problems += _check_algorithm(run) if run.is_rl else ()
-    yield from all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
+    yield from all_well(problems, "learning rate, sampling, clipping and sizes have plausible values")
 
 
 def _check_numbers(run: Run) -> Iterator[Finding]:
     for problem in run.own_problems("value"):
         yield fail(
-            f"{problem.message} -> Correct it: configs/shared/ says what is usual (retool.yaml; of SFT sft.yaml)."
+            f"{problem.message} -> Correct it; configs/shared/ has the usual values (retool.yaml; for SFT sft.yaml)."
         )
     for key in COUNTS:
         value = run.get(key)
@@ -75,7 +75,7 @@ def _check_numbers(run: Run) -> Iterator[Finding]:
             yield fail(f"{key} is {value!r}, expected a whole number of at least 1 -> Correct it.")
     for key in ("trainer.save_freq", "trainer.test_freq"):
         if not run.is_rl and run.get(key) == 0:
-            yield fail(f"{key} is 0, expected steps, or -1 for never: verl's SFT divides by it -> Set it to -1.")
+            yield fail(f"{key} is 0, expected a number of steps, or -1 for never: SFT divides by it -> Set it to -1.")
     told: set[str] = set()
     for key, say, interval, why, advice in BOUNDS:
         key = f"{run.optim}{key.removeprefix('optim')}" if key.startswith("optim.") else key
@@ -83,7 +83,7 @@ def _check_numbers(run: Run) -> Iterator[Finding]:
         if value is None or key in told or (number is not None and is_in(number, interval)):
             continue
         told.add(key)
-        say, why = (fail, "it is no number") if number is None or number != number else (say, why)
+        say, why = (fail, "it is not a number") if number is None or number != number else (say, why)
         yield say(f"{key} is {value!r}, expected in {interval}: {why} -> Set it to {advice}.")
 
 
@@ -93,11 +93,11 @@ def _check_optimizer(run: Run) -> Iterator[Finding]:
     parameters = run.shape.parameters if run.shape else 0
     is_whole = not (run.lora_rank or run.get(f"{run.model}.lora_adapter_path"))
     if parameters >= LARGE and is_whole and lr is not None and LARGE_LR < lr <= 0.01:
-        yield warn(f"""{run.optim}.lr is {lr:g}, expected at most {LARGE_LR:g} for {count(parameters)} parameters: such
-            a model would forget what it knows -> Set it to {RECIPES}.""")
+        yield warn(f"""{run.optim}.lr is {lr:g}, expected at most {LARGE_LR:g} for {count(parameters)} parameters: so
+            large a model would forget what it knows -> Set it to {RECIPES}.""")
     if steps and warmup and warmup >= steps:
         yield warn(f"""{run.optim}.lr_warmup_steps is {warmup:g}, expected less than
-            trainer.total_training_steps={steps:g}: the learning rate would never be reached -> Lower it.""")
+            trainer.total_training_steps={steps:g}: the full learning rate would never be reached -> Lower it.""")
 
 
 def _check_backend(run: Run) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def _check_backend(run: Run) -> Iterator[Finding]:
         kind = None
     wrong = f"the model is of type {kind!r}, expected {', '.join(DENSE)}" if kind and kind not in DENSE else ""
     if run.attention != FLASH_ATTN or not run.is_packed or run.ulysses > 1:
-        wrong = f"it takes attention {FLASH_ATTN}, use_remove_padding=true and {ULYSSES}=1"
+        wrong = f"it needs attention {FLASH_ATTN}, use_remove_padding=true and {ULYSSES}=1"
     if wrong:
         yield fail(f"{backend} is {SHARED_PROMPT}, but {wrong} -> Set {run.model}.use_fused_kernels=false.")
 
@@ -125,7 +125,7 @@ def _check_images(run: Run) -> Iterator[Finding]:
         return
     if seen:
         yield fail(f"""{weight_update.KEY} is {mode}, but {run.model_path} reads images (vision_config of its
-            config.json), and vLLM caches those without regard to versions -> Set {weight_update.KEY}=abort.""")
+            config.json), which vLLM caches for any version of the weights -> Set {weight_update.KEY}=abort.""")
 
 
 def _check_algorithm(run: Run) -> Iterator[Finding]:
@@ -133,10 +133,10 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     low, high = _number(run, f"{ACTOR}.clip_ratio_low"), _number(run, f"{ACTOR}.clip_ratio_high")
     if low is not None and high is not None and high < low < 1:  # at 1 there is no lower bound, as in CISPO
         yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
-            is the other way round -> Exchange them: 0.2 and 0.28.""")
+            is the other way round -> Swap them: 0.2 and 0.28.""")
     if run.get(NCCL_TIMEOUT) is None:
-        yield warn(f"""{NCCL_TIMEOUT} is null, expected seconds: ranks would wait for each other as torch does by
-            default, 30 minutes, and rank 0 may read weights for longer -> Set it to 3600.""")
+        yield warn(f"""{NCCL_TIMEOUT} is null, expected a number of seconds: ranks would wait for each other 30 minutes,
+            torch's default, but rank 0 may read weights for longer -> Set it to 3600.""")
     yield from map(fail, weight_update.refusals(run.get))
     yield from map(fail, health.refusals(run.get))
     yield from map(fail, balancer.refusals(run.get))
@@ -144,14 +144,14 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     for key in settings_of_loss(str(run.get(f"{ACTOR}.policy_loss.loss_mode"))):
         if not (_number(run, f"{ACTOR}.{key}") or 0) > 0:
             yield fail(f"""{ACTOR}.{key} is {run.get(f"{ACTOR}.{key}")!r}, expected a number above 0: the objective
-                has no default -> Take that of the preset in configs/objective/.""")
+                has no default -> Set it as the preset in configs/objective/ does.""")
     threshold = run.get(f"{CORRECTION}.rollout_is_threshold")
     if run.get(f"{CORRECTION}.rollout_is") and not _is_threshold(threshold):
         yield fail(f"""{CORRECTION}.rollout_is_threshold is {threshold!r}, expected a number above 0, by which weights
-            are truncated, or an interval such as 0.5_2.0 -> Take that of the preset in configs/objective/.""")
+            are truncated, or an interval such as 0.5_2.0 -> Set it as the preset in configs/objective/ does.""")
     if run.get("algorithm.filter_groups.enable") and run.get("algorithm.filter_groups.metric") is None:
-        yield fail("""algorithm.filter_groups.metric is null, expected a part of the reward's answer: without one no
-            group would be filtered -> Set it to acc.""")
+        yield fail("""algorithm.filter_groups.metric is null, expected a name that the reward manager reports: without
+            one no group would be filtered -> Set it to acc.""")
     estimator = run.get("algorithm.adv_estimator")
     compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
     if compares and run.n == 1:

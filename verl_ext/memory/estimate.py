@@ -127,7 +127,7 @@ def estimate(plan: Plan) -> Memory:
     reference = plan.reference_bytes * total * plan.ranks_per_node / ranks
     asleep = vllm_weights * plan.ranks_per_node * plan.vllm_sleeps_on_host
     on_host = max(offloaded * plan.ranks_per_node, loading) + reference + asleep
-    unsharded = f"unsharded gradients {size(deferred)} in place of their shards, " * bool(deferred)
+    unsharded = f"unsharded gradients {size(deferred)} instead of their shards, " * bool(deferred)
     referred = f"the reference model {size(reference)}, " * bool(reference)
     referred += f"vLLM's weights while it sleeps {size(asleep)}, " * bool(asleep)
     each = plan.weight_bytes

@@ -40,8 +40,8 @@ def _cut_distribution(get: Callable[..., Any]) -> Iterator[str]:
         whole = " and ".join(f"{_ROLLOUT}.{each.partition('=')[0]}={1.0 if 'p=' in each else -1}" for each in cut)
         yield (
             f"{_ROLLOUT} samples with {' and '.join(cut)} from a part of the distribution, but the actor computes "
-            "probabilities of the whole one: the importance weights of every objective are biased, below 1 in the mean "
-            f"-> Set {whole}; val_kwargs has its own."
+            "probabilities of the whole one: the importance weights of every objective are biased, on average below 1 "
+            f"-> Set {whole}. Validation has its own values, in val_kwargs."
         )
 
 

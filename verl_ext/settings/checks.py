@@ -85,7 +85,7 @@ def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
     is_option = issubclass(schema, Option)
     of = {each.name: each for each in fields(schema)}
     for unknown in sorted(section.keys() - of.keys() - ({"enable"} if is_option else set())):
-        text = f"{name}.{unknown} is none of verl_ext's settings; it would do nothing"
+        text = f"{name}.{unknown} is not a setting of verl_ext and would have no effect"
         yield Problem(f"{name}.{unknown}", "unknown", text, tuple(known_keys(schema, name)))
     if is_option and "enable" not in section:
         yield _missing(f"{name}.enable")
@@ -108,7 +108,7 @@ def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
 
 
 def _missing(path: str) -> Problem:
-    return Problem(path, "missing", f"{path} is missing, and verl_ext reads it")
+    return Problem(path, "missing", f"{path} is missing, but verl_ext reads it")
 
 
 def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem]:
@@ -122,7 +122,7 @@ def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem
     fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if fits and (not within or is_in(value, within)):
         return []
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list"}
     where = f" in {within}: it is {of.metadata['about']}" if within else ""
     return [Problem(path, "value", f"{path} is {value!r}, expected {words[kind]}{where}")]
 

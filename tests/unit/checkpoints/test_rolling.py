@@ -173,7 +173,7 @@ def test_values_of_another_metric_are_forgotten(tmp_path: Path):
         ({"max_ckpt_to_keep": 1}, {"keep_last": 1}, "max_ckpt_to_keep=1"),
         ({}, {"keep_last": 0}, "retool.checkpoints.keep_last is 0, expected a whole number"),
         ({}, {"keep_last": True}, "keep_last is True"),
-        ({}, {"keep_lst": 3}, "keep_lst is none of .* Did you mean retool.checkpoints.keep_last"),
+        ({}, {"keep_lst": 3}, "keep_lst is not a setting .* Did you mean retool.checkpoints.keep_last"),
         ({}, {"best_mode": "highest"}, "best_mode is 'highest'; expected one of max, min"),
     ],
 )

@@ -47,7 +47,7 @@ def save(tmp_path):
 def test_resume_starts_at_zero_or_goes_on(make_run, save, told):
     assert told(check_resume(make_run()), Level.OK)[0].startswith("the run starts from step 0")
     save(30)
-    assert told(check_resume(make_run()), Level.OK)[0].startswith("the run goes on from global_step_30 of 400")
+    assert told(check_resume(make_run()), Level.OK)[0].startswith("the run continues from global_step_30 of 400")
 
 
 def test_settings_that_a_checkpoint_overrules_are_told(make_run, save, told, tmp_path):
@@ -58,7 +58,7 @@ def test_settings_that_a_checkpoint_overrules_are_told(make_run, save, told, tmp
     OmegaConf.save(run.config, tmp_path / "out" / "hydra" / "config.yaml")
     assert not [each for each in check_resume(run) if each.level == Level.WARN]
     (text,) = told(check_resume(make_run("qwen2-32b_dapo", f"{key}=5.0e-7")), Level.WARN)
-    assert f"{key} was 1e-06 and is 5e-07; but" in text and "go on from global_step_30" in text
+    assert f"{key} was 1e-06 and is 5e-07; but" in text and "continue from global_step_30" in text
     (text,) = told(check_resume(make_run("qwen2-32b_dapo", "actor_rollout_ref.model.path=/new/sft")), Level.WARN)
     assert "actor_rollout_ref.model.path was" in text and "and is /new/sft" in text
 
@@ -81,14 +81,14 @@ def test_a_checkpoint_that_is_not_whole(make_run, save, told):
     assert "model_world_size_16_rank_3.pt is missing" in text and "python -m verl_ext.checkpoints" in text
     save(60)
     assert "global_step_30 is not complete" in told(check_resume(make_run()), Level.WARN)[0]
-    assert told(check_resume(make_run()), Level.OK)[0].startswith("the run goes on from global_step_60 of 400")
+    assert told(check_resume(make_run()), Level.OK)[0].startswith("the run continues from global_step_60 of 400")
 
 
 def test_a_tracker_that_names_nothing(make_run, save, told, tmp_path):
     save(30)
     (tmp_path / "out" / checkpoints.TRACKER).write_text("60")
     assert "names step 60, which is missing" in told(check_resume(make_run()), Level.WARN)[0]
-    assert told(check_resume(make_run()), Level.OK)[0].startswith("the run goes on from global_step_30 of 400")
+    assert told(check_resume(make_run()), Level.OK)[0].startswith("the run continues from global_step_30 of 400")
 
 
 def test_a_checkpoint_of_another_number_of_gpus(make_run, save, told):
@@ -113,36 +113,36 @@ def test_sft_that_resumes_at_the_end_of_an_epoch(make_run, save, rows, told):
     save(15, part="", states=4)
     assert "the end of epoch" not in told(check_resume(run), Level.OK)[0]
     save(20, part="", states=4)
-    assert "global_step_20 of 60, the end of epoch 2, with the next epoch" in told(check_resume(run), Level.OK)[0]
+    assert "global_step_20 of 60, at the end of epoch 2, and" in told(check_resume(run), Level.OK)[0]
 
 
 def test_a_run_that_is_at_its_end(make_run, save, told):
     save(400)
-    assert "step 400 of 400 is reached" in told(check_resume(make_run()), Level.WARN)[0]
+    assert "the run has reached step 400 of 400" in told(check_resume(make_run()), Level.WARN)[0]
 
 
 def test_resume_modes(make_run, save, told, tmp_path):
     save(30)
     disabled = make_run("qwen2-32b_dapo", "trainer.resume_mode=disable")
-    assert "holds checkpoints up to step 30" in told(check_resume(disabled), Level.WARN)[0]
+    assert "has checkpoints up to step 30" in told(check_resume(disabled), Level.WARN)[0]
     path = make_run(
         "qwen2-32b_dapo", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/out/global_step_30"
     )
-    assert "goes on from global_step_30" in told(check_resume(path), Level.OK)[0]
+    assert "continues from global_step_30" in told(check_resume(path), Level.OK)[0]
     (tmp_path / "out" / ".saving").mkdir()  # as a kill between the two renames of a step that is saved again leaves it
     (tmp_path / "out" / "global_step_30").rename(tmp_path / "out" / ".saving" / "global_step_30")
-    assert "goes on from global_step_30" in told(check_resume(path), Level.OK)[0]
+    assert "continues from global_step_30" in told(check_resume(path), Level.OK)[0]
     wrong = make_run("qwen2-32b_dapo", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/out")
     assert "Expected the folder of a checkpoint" in told(check_resume(wrong), Level.FAIL)[0]
 
 
 def test_data_that_are_too_few(make_run, rows, told):
     few = make_run("qwen2-32b_dapo", rows(500))
-    assert "500 rows are less than a batch of 512: no step" in told(check_steps(few), Level.FAIL)[0]
+    assert "500 rows are fewer than a batch of 512, so no step" in told(check_steps(few), Level.FAIL)[0]
     # 1,024 / 512 = 2 steps an epoch; 100 epochs are 200
     run = make_run("qwen2-32b_dapo", rows(1024))
     text = told(check_steps(run), Level.WARN)[0]
-    assert "100 epoch(s) of 2 steps end at 200" in text and "Set trainer.total_epochs to 200" in text
+    assert "100 epoch(s) of 2 steps end at step 200" in text and "Set trainer.total_epochs to 200" in text
 
 
 def test_disk(make_run, monkeypatch, told):
@@ -154,10 +154,10 @@ def test_disk(make_run, monkeypatch, told):
     assert "a checkpoint takes 366.2 GiB" in told(check_disk(make_run()), Level.FAIL)[0]
     free(2000)
     kept = told(check_disk(make_run()), Level.OK)[0]
-    assert "the last 3 and the best are kept, 5 are there while one is written, 1,838.8 GiB with" in kept
+    assert "the last 3 and the best are kept, so there are 5 while one is written, which takes 1,838.8 GiB with" in kept
     everything = make_run("qwen2-32b_dapo", "retool.checkpoints.keep_last=null")
     text = told(check_disk(everything), Level.WARN)[0]
-    assert "all 14 are kept (every 30 steps)" in text and "the disk is full after 5, at step 150" in text
+    assert "all 14 are kept (every 30 steps)" in text and "the disk would be full after 5 more, at step 150" in text
     free(6000)
     assert "5,134.3 GiB with the records" in told(check_disk(everything), Level.OK)[0]
 
@@ -166,11 +166,11 @@ def test_disk(make_run, monkeypatch, told):
     ("free_gib", "best", "level", "message"),
     [
         # 366.16 GiB each and records of 8: the last, the next and the best take 1,106.5 GiB, without the best 740.3
-        (1110, True, Level.WARN, "-> Set retool.checkpoints.keep_last=1, or save more rarely."),
-        (1000, True, Level.WARN, "even keep_last=1 needs 1,106.5 GiB, 3 checkpoint(s) at once -> Free as much, set "),
-        (1000, True, Level.WARN, "best_metric=null, which takes one less, or set trainer.default_local_dir"),
-        (1110, False, Level.WARN, "-> Set retool.checkpoints.keep_last=2, or save more rarely."),
-        (735, False, Level.WARN, "even keep_last=1 needs 740.3 GiB, 2 checkpoint(s) at once -> Free as much, set tr"),
+        (1110, True, Level.WARN, "-> Set retool.checkpoints.keep_last=1, or save less often."),
+        (1000, True, Level.WARN, "even keep_last=1 needs 1,106.5 GiB for 3 checkpoint(s) at once -> Free that much"),
+        (1000, True, Level.WARN, "best_metric=null, which needs one fewer, or set trainer.default_local_dir"),
+        (1110, False, Level.WARN, "-> Set retool.checkpoints.keep_last=2, or save less often."),
+        (735, False, Level.WARN, "even keep_last=1 needs 740.3 GiB for 2 checkpoint(s) at once -> Free that much"),
         (400, True, Level.FAIL, "even keep_last=1 needs 1,106.5 GiB"),
         (400, False, Level.FAIL, "even keep_last=1 needs 740.3 GiB"),
     ],
@@ -188,10 +188,10 @@ def test_room_for_a_model_of_unknown_size_is_no_ok(make_run, told, tmp_path):
     for name, key in (("qwen2-32b_dapo", "actor_rollout_ref.model.path"), ("qwen2-32b_sft", "model.path")):
         (tmp_path / "empty").mkdir(exist_ok=True)
         text = told(check_disk(make_run(name, f"{key}={tmp_path}/empty")), Level.WARN)[0]
-        assert f"what a checkpoint takes is unknown: {tmp_path}/empty has no config.json" in text
-        assert "-> Set the path of the model's folder (MODEL_PATH" in text
+        assert f"the size of a checkpoint is unknown: {tmp_path}/empty has no config.json" in text
+        assert "-> Set MODEL_PATH of the launcher" in text
     never = make_run("qwen2-32b_dapo", "actor_rollout_ref.model.path=empty", "trainer.save_freq=-1")
-    assert "no checkpoint is saved (trainer.save_freq=-1)" in told(check_disk(never), Level.OK)[0]
+    assert "no checkpoints are saved (trainer.save_freq=-1)" in told(check_disk(never), Level.OK)[0]
 
 
 def test_missing_files(make_run, told, rows):

@@ -52,27 +52,27 @@ def test_a_run_that_begins_with_another_one_has_its_open_keys():
         (
             "+trainer.savefreq=3",
             Level.FAIL,
-            "verl does not know trainer.savefreq; it would do nothing -> Did you mean ",
+            "verl does not know trainer.savefreq, so it would have no effect -> Did you mean ",
         ),
-        ("+mine.threshold=3", Level.WARN, "verl does not know mine.threshold; it would do nothing -> Remove it."),
+        ("+mine.threshold=3", Level.WARN, "not know mine.threshold, so it would have no effect -> Remove it."),
         (
             "+trainr.save_freq=3",
             Level.FAIL,
-            "verl does not know trainr.save_freq; it would do nothing -> Did you mean ",
+            "verl does not know trainr.save_freq, so it would have no effect -> Did you mean ",
         ),
         ("+data.temperature=1", Level.FAIL, "Did you mean actor_rollout_ref.rollout.temperature?"),
-        ("+hardwar=cpu_tiny", Level.FAIL, "verl does not know hardwar; it would do nothing -> Did you mean hardware?"),
+        ("+hardwar=cpu_tiny", Level.FAIL, "not know hardwar, so it would have no effect -> Did you mean hardware?"),
         ("actor_rollout_ref.model=mine", Level.FAIL, "actor_rollout_ref.model is 'mine', but it is a section"),
-        ("+retool.max_calls=3", Level.FAIL, "retool.max_calls is none of verl_ext's settings"),
-        ("~retool.sandbox.timeout_s", Level.FAIL, "retool.sandbox.timeout_s is missing, and verl_ext reads it"),
-        ("trainer.save_freq=often", Level.WARN, "trainer.save_freq is 'often' (str), but verl's default is a int"),
+        ("+retool.max_calls=3", Level.FAIL, "retool.max_calls is not a setting of verl_ext"),
+        ("~retool.sandbox.timeout_s", Level.FAIL, "retool.sandbox.timeout_s is missing, but verl_ext reads it"),
+        ("trainer.save_freq=often", Level.WARN, "is 'often', of type str, but verl's default has type int"),
         ("trainer.experiment_name=${nothing.there}", Level.FAIL, "a reference cannot be resolved"),
         (
             "custom_reward_function.path=mine.py",
             Level.WARN,
-            "custom_reward_function.path=mine.py has no effect in verl 0.9.1's v1 trainer -> Instead: reward.reward_",
+            "custom_reward_function.path=mine.py has no effect in verl 0.9.1's v1 trainer -> Set reward.reward_",
         ),
-        (f"{ROLLOUT}.multi_turn.max_user_turns=4", Level.WARN, "Instead: retool.max_tool_calls."),
+        (f"{ROLLOUT}.multi_turn.max_user_turns=4", Level.WARN, "Set retool.max_tool_calls instead."),
     ],
 )
 def test_a_key_that_would_not_do_what_it_says(override, level, message, make_run, told):
@@ -156,8 +156,8 @@ def test_verifiers_that_can_be_imported(make_run):
     ("overrides", "level", "message"),
     [
         ([f"{ACTOR}.ppo_mini_batch_size=60"], Level.FAIL, "such as 64."),
-        (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are no multiple of ulysses"),
-        (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are no multiple of the 4 of one vLLM"),
+        (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are not a multiple of ulysses"),
+        (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "are not a multiple of the 4 that one vLLM"),
         # 16 GPUs with Ulysses 1: 16 ranks; 2 prompts x 4 responses are 8
         (
             [
@@ -166,7 +166,7 @@ def test_verifiers_that_can_be_imported(make_run):
                 f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
             ],
             Level.FAIL,
-            "2 prompts x 4 = 8 responses does not divide among 16 data-parallel ranks",
+            "2 prompts x 4 = 8 responses cannot be divided evenly among 16 data-parallel ranks",
         ),
         # 2,000 x 8 = 16,000 < 2,048 + 16,384 = 18,432; 18,432 / 8 = 2,304
         (
@@ -183,24 +183,24 @@ def test_verifiers_that_can_be_imported(make_run):
         (
             [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=7"],
             Level.FAIL,
-            "rank are no multiple of actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
+            "rank are not a multiple of actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
         ),
         ([f"{ROLLOUT}.max_model_len=16384"], Level.FAIL, "is below prompt + response = 18432 tokens"),
-        ([f"{ROLLOUT}.max_model_len=null"], Level.WARN, "refuses to start where its KV cache holds no sequence"),
-        (["retool.max_tool_response_tokens=16384"], Level.FAIL, "leaves nothing of a response"),
-        (["reward.reward_kwargs.overlong_buffer_cfg.len=20000"], Level.FAIL, "is outside of (0, max_resp_len=16384]"),
-        (["reward.reward_kwargs.max_resp_len=8192"], Level.WARN, "counts from reward_kwargs.max_resp_len=8192"),
+        ([f"{ROLLOUT}.max_model_len=null"], Level.WARN, "refuses to start if its KV cache cannot hold a sequence"),
+        (["retool.max_tool_response_tokens=16384"], Level.FAIL, "leaves no room in a response"),
+        (["reward.reward_kwargs.overlong_buffer_cfg.len=20000"], Level.FAIL, "is outside (0, max_resp_len=16384]"),
+        (["reward.reward_kwargs.max_resp_len=8192"], Level.WARN, "assumes reward_kwargs.max_resp_len=8192"),
         (
             ["actor_rollout_ref.model.use_remove_padding=false"],
             Level.FAIL,
             "Ulysses needs model.use_remove_padding=true",
         ),
         # 40 heads and 8 key-value heads
-        ([f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=16"], Level.FAIL, "do not divide among ulysses"),
+        ([f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=16"], Level.FAIL, "cannot be divided among ulysses"),
         (
             [f"{ROLLOUT}.tensor_model_parallel_size=16"],
             Level.FAIL,
-            "40 heads do not divide among tensor_model_parallel",
+            "40 heads cannot be divided among tensor_model_parallel",
         ),
     ],
 )
@@ -213,8 +213,8 @@ def test_no_sequence_is_longer_than_the_model_has_positions(make_run, told, only
     """Qwen2.5-7B: 32,768. 2,048 + 30,720 = 32,768; 2,048 + 32,768 = 34,816, which is 2,048 more."""
     only_ok(check_batch(make_run("qwen2-7b_dapo", "data.max_response_length=30720", *MANY_TOKENS)))
     text = told(check_batch(make_run("qwen2-7b_dapo", "data.max_response_length=32768", *MANY_TOKENS)), Level.FAIL)[0]
-    assert "max_model_len=34816 tokens, but the model has max_position_embeddings=32768: verl would refuse" in text
-    assert "-> Lower data.max_response_length by 2048, or take a model with more positions" in text
+    assert "max_model_len=34816 tokens, but the model has max_position_embeddings=32768: verl would stop" in text
+    assert "-> Lower data.max_response_length by 2048, or use a model with more positions" in text
     longer = make_run("qwen2-7b_dapo", f"{ROLLOUT}.max_model_len=40000")
     assert "-> Set rollout.max_model_len=18432." in told(check_batch(longer), Level.FAIL)[0]
     null = ["data.max_response_length=32768", f"{ROLLOUT}.max_model_len=null"]
@@ -238,7 +238,7 @@ SEPARATE = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{
             "data.train_batch_size=512 is not trainer.v1.separate_async.parameter_sync_step=4 x ppo_mini_batch_size=64 "
             "= 256",
         ),
-        ([f"{ROLLOUT}.nnodes=0"], "n_gpus_per_node = 0 GPUs for separate_async's servers, of which each takes 4"),
+        ([f"{ROLLOUT}.nnodes=0"], "n_gpus_per_node = 0 GPUs for separate_async's servers, each of which takes 4"),
         ([f"{ROLLOUT}.n_gpus_per_node=6"], "n_gpus_per_node = 6 GPUs"),
     ],
 )
@@ -252,8 +252,8 @@ def test_separate_async_has_batches_and_gpus_of_its_own(overrides, message, make
 def test_separate_async_sends_no_adapters(make_run, told, only_ok):
     lora = ["actor_rollout_ref.model.lora_rank=32", "trainer.v1.separate_async.parameter_sync_step=8"]
     text = told(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora)), Level.FAIL)[0]
-    assert "sends the servers no adapters, so every rollout would be the untrained model's" in text
-    assert "trainer_mode=colocate_async; or, run on a CPU alone, actor_rollout_ref.model.lora.merge=true." in text
+    assert "sends the servers no adapters, so every rollout would come from the untrained model" in text
+    assert "trainer_mode=colocate_async, or actor_rollout_ref.model.lora.merge=true, which has been" in text
     only_ok(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora, "actor_rollout_ref.model.lora.merge=true")))
     for mode in ("colocate_async", "sync"):
         only_ok(check_batch(make_run("qwen2-32b_dapo", *lora, f"trainer.v1.trainer_mode={mode}")))
@@ -315,10 +315,10 @@ def test_without_flash_attn_a_batch_is_one_sequence(make_run, only_ok):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.train_batch_size=30"], "data.train_batch_size=30 does not divide among 4 data-parallel ranks"),
-        (["data.micro_batch_size_per_gpu=3"], "8 sequences of each data-parallel rank are no multiple"),
+        (["data.train_batch_size=30"], "data.train_batch_size=30 cannot be divided evenly among 4 data-parallel ranks"),
+        (["data.micro_batch_size_per_gpu=3"], "8 sequences of each data-parallel rank are not a multiple"),
         (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=4000"], "= 16000 tokens is less than"),
-        (["engine.ulysses_sequence_parallel_size=5"], "16 GPUs are no multiple of ulysses_sequence_parallel_size=5"),
+        (["engine.ulysses_sequence_parallel_size=5"], "16 GPUs are not a multiple of ulysses_sequence_parallel_size=5"),
     ],
 )
 def test_sft_batches_that_do_not_fit(overrides, message, make_run, told):
@@ -337,7 +337,7 @@ def test_sft_batches_that_do_not_fit(overrides, message, make_run, told):
             Level.WARN,
             "a request may take 12.25 s, but its call ends after 8 s",
         ),
-        (["retool.sandbox.queue_timeout_s=5"], Level.WARN, "Set retool.sandbox.queue_timeout_s to 60; 10.7 is too"),
+        (["retool.sandbox.queue_timeout_s=5"], Level.WARN, "Set retool.sandbox.queue_timeout_s to 60; 10.7 is still"),
         # 60 / 4 + 30 + 8 and 60 + 30
         ([], Level.OK, "code 30 s < request 53 s < call 90 s"),
     ],

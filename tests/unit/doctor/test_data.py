@@ -57,12 +57,12 @@ def rl(request, make_run, tmp_path):
         (
             [CODE] * 3,
             "hermes",
-            "have <code>, the tag of the protocol code, and not that of retool.protocol=hermes -> Set ",
+            "contain <code>, the tag of the protocol code, but not the tag of retool.protocol=hermes -> Set ",
         ),
         (
             [HERMES] * 3,
             "code",
-            "have <tool_call>, the tag of the protocol hermes, and not that of retool.protocol=code",
+            "contain <tool_call>, the tag of the protocol hermes, but not the tag of retool.protocol=code",
         ),
         ([CODE, CODE, PLAIN], "hermes", "2 of the first 3 prompts"),
         ([CODE] * 2 * FIRST_ROWS, "hermes", f"{FIRST_ROWS} of the first {FIRST_ROWS} prompts"),
@@ -100,9 +100,8 @@ def test_an_agent_loop_that_is_not_registered(rl, told):
     agents = ["retool", "retol", "single_turn_agent", None]
     texts = told(check_agent_names(rl([PLAIN] * 4, "code", agents)), Level.FAIL)
     assert len(texts) == 1 and "agent_name is 'retol' in 1 rows of data" in texts[0]
-    assert (
-        "Did you mean retool? There are retool, retool_code, retool_hermes, single_turn_agent, tool_agent." in texts[0]
-    )
+    names = "retool, retool_code, retool_hermes, single_turn_agent, tool_agent"
+    assert f"Did you mean retool? Choose one of {names}." in texts[0]
     assert list(check_agent_names(rl([PLAIN] * 4))) == []
 
 

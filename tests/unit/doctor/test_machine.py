@@ -23,11 +23,11 @@ def test_a_machine_that_fits(make_run, make_machine, only_ok):
 @pytest.mark.parametrize(
     ("gpus", "changes", "level", "message"),
     [
-        (0, {}, Level.FAIL, "0 GPU(s) here, but the run wants 8 on each of 2 node(s)"),
+        (0, {}, Level.FAIL, "0 GPU(s) here, but the run needs 8 on each of 2 node(s)"),
         (4, {}, Level.FAIL, "4 GPU(s) here"),
-        (8, {"driver": "550.54"}, Level.FAIL, "driver 550.54; requirements/gpu.txt has CUDA 13, which needs 580"),
-        (8, {"used_gib": 40.0}, Level.WARN, "memory of GPU 0 (40.0 GiB), 1 (40.0 GiB)"),
-        (8, {"capability": 7.5}, Level.FAIL, "NVIDIA H200 (7.5) has a compute capability below 8: no bf16"),
+        (8, {"driver": "550.54"}, Level.FAIL, "driver is 550.54, but CUDA 13 of requirements/gpu.txt needs 580"),
+        (8, {"used_gib": 40.0}, Level.WARN, "memory is in use on GPU 0 (40.0 GiB), 1 (40.0 GiB)"),
+        (8, {"capability": 7.5}, Level.FAIL, "NVIDIA H200 (7.5) has a compute capability below 8: it has neither bf16"),
         (8, {"environment": {"CUDA_HOME": "/nowhere"}}, Level.WARN, "CUDA_HOME=/nowhere has no bin/nvcc"),
     ],
 )
@@ -50,7 +50,7 @@ def test_memory_that_nvidia_smi_does_not_tell(make_run, make_machine, told):
     gpus = (Gpu("NVIDIA GB10", None, None, "580.65"),)
     run = make_run("qwen2-32b_dapo", "trainer.n_gpus_per_node=1")
     machine = dataclasses.replace(make_machine(), gpus=gpus)
-    assert "does not tell the memory of GPU 0" in told(check_gpus(run, machine), Level.WARN)[0]
+    assert "does not report the memory of GPU 0" in told(check_gpus(run, machine), Level.WARN)[0]
     assert "1 x NVIDIA GB10, memory unknown, driver 580.65" in told(check_gpus(run, machine), Level.OK)[0]
     assert any("the GPUs' memory is unknown" in text for text in told(check_memory(run, machine), Level.OK))
 
@@ -63,7 +63,7 @@ def test_a_run_on_the_cpu_wants_no_gpu(make_run, make_machine, only_ok, monkeypa
 def test_a_run_on_the_cpu_is_refused_where_torch_would_take_a_gpu(make_run, make_machine, told, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     text = told(check_gpus(make_run("tiny_dapo"), make_machine(1)), Level.FAIL)[0]
-    assert "this torch drives a GPU" in text and "RETOOL_HARDWARE=cpu bash scripts/setup_env.sh" in text
+    assert "the installed torch is for GPUs" in text and "RETOOL_HARDWARE=cpu bash scripts/setup_env.sh" in text
 
 
 def test_servers_of_their_own_want_gpus_beside_the_actors(cluster, listener, make_run, make_machine, told, only_ok):
@@ -72,7 +72,7 @@ def test_servers_of_their_own_want_gpus_beside_the_actors(cluster, listener, mak
     run = make_run("qwen2-32b_dapo", "trainer.v1.trainer_mode=separate_async", *sizes)
     only_ok(check_gpus(run, make_machine(8)))
     text = told(check_gpus(run, make_machine(4)), Level.FAIL)[0]
-    assert "4 GPU(s) here and no Ray cluster, but the run wants 4 for the actor and 4 for servers" in text
+    assert "4 GPU(s) here and no Ray cluster, but the run needs 4 for the actor and 4 for separate servers" in text
     cluster(listener)  # with the other four
     only_ok(check_gpus(run, make_machine(4)))
 
@@ -88,12 +88,12 @@ def test_small_shared_memory_and_few_open_files(make_run, make_machine, told):
     texts = told(check_limits(make_run(), machine), Level.WARN)
     assert "/dev/shm has 0.06 GiB" in texts[0] and "--shm-size=8g" in texts[0]
     # 4,096 and 8 agent-loop workers x 16 calls
-    assert "ulimit -n is 1024 (at most 4096); a step may hold 4224" in texts[1] and "-> ulimit -n 4096" in texts[1]
+    assert "ulimit -n is 1024 (at most 4096); a step may hold 4224" in texts[1] and "Run ulimit -n 4096 in" in texts[1]
 
 
 def test_few_addresses(make_run, make_machine, told, only_ok):
     machine = make_machine(address_space=64 << 30)
-    assert "ulimit -v is 67108864, and CUDA reserves more" in told(check_limits(make_run(), machine), Level.WARN)[0]
+    assert "ulimit -v is 67108864, but CUDA reserves more" in told(check_limits(make_run(), machine), Level.WARN)[0]
     assert not list(check_limits(make_run("tiny_dapo"), machine))
 
 
@@ -123,7 +123,8 @@ def test_no_cluster_is_fine_on_one_node_only(make_run, make_machine, told, only_
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 33)
     only_ok(check_ray(make_run("qwen2-32b_dapo", "trainer.nnodes=1"), make_machine()))
     assert (
-        "no Ray cluster is known here -> Start it: bash" in told(check_ray(make_run(), make_machine()), Level.WARN)[0]
+        "this machine knows no Ray cluster -> Start one: bash"
+        in told(check_ray(make_run(), make_machine()), Level.WARN)[0]
     )
 
 
@@ -143,7 +144,7 @@ def test_more_cpus_than_ray_has_are_refused(make_run, make_machine, told, only_o
     only_ok(check_ray(make_run(*run), make_machine()))
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: need - 1)
     text = told(check_ray(make_run(*run), make_machine()), Level.FAIL)[0]
-    assert f"the run reserves {need} CPUs of Ray, which has {need - 1}, and would wait for ever: 3 for each of" in text
+    assert f"the run reserves {need} CPUs of Ray, which has {need - 1}, and would wait forever: 3 for each of" in text
     assert f"Set ray_kwargs.ray_init.num_cpus={need}, which Ray only counts, or {STORAGE_UNITS}=1." in text
     only_ok(check_ray(make_run(*run, f"ray_kwargs.ray_init.num_cpus={need}"), make_machine()))
 
@@ -175,7 +176,7 @@ def test_a_running_cluster_is_joined_and_refuses_resources(cluster, listener, ma
     one_node = make_run("qwen2-32b_dapo", "trainer.nnodes=1")
     assert "the run would join it" in told(check_ray(one_node, make_machine()), Level.WARN)[0]
     on_cpu = told(check_ray(make_run("tiny_dapo"), make_machine()), Level.FAIL)[0]
-    assert "refuses num_cpus, num_gpus, object_store_memory there" in on_cpu
+    assert "there it refuses num_cpus, num_gpus, object_store_memory" in on_cpu
 
 
 @pytest.mark.parametrize(("run", "need"), CPUS)
@@ -183,11 +184,11 @@ def test_a_cluster_that_is_joined_is_told_the_cpus(listener, make_run, make_mach
     machine = make_machine(environment={"RAY_ADDRESS": listener})
     text = told(check_ray(make_run(*run), machine), Level.WARN)[0]
     gpus = make_run(*run).gpus_per_node
-    assert f"The run reserves {need} CPUs of it, 3 for each of {gpus} GPU(s), " in text
-    assert f"; {3 * gpus} of them on each of 1 node(s), for its GPUs. With less it waits for ever" in text
+    assert f"The run reserves {need} of its CPUs (3 for each of {gpus} GPU(s), " in text
+    assert f"), of these {3 * gpus} on each of 1 node(s) for the GPUs. With fewer it waits forever" in text
     # 3 x 16 GPUs, 8 storage units, 1 for the controller
     two_nodes = told(check_ray(make_run("qwen2-32b_dapo"), machine), Level.OK)[0]
-    assert "reserves 57 CPUs of it" in two_nodes and "; 24 of them on each of 2 node(s), for its GPUs" in two_nodes
+    assert "reserves 57 of its CPUs" in two_nodes and "of these 24 on each of 2 node(s) for the GPUs" in two_nodes
 
 
 def test_an_address_that_is_set_by_hand_is_not_second_guessed(cluster, make_run, make_machine):
@@ -222,7 +223,7 @@ def test_flash_attn_is_missed_where_the_run_calls_it(run, hardware, tmp_path, ma
     lock = tmp_path / "gpu.txt"
     lock.write_text(f"verl=={metadata.version('verl')}\nflash-attn==2.8.3\n")
     text = told(check_versions(make_run(run), lock), Level.FAIL)[0]
-    assert "flash-attn is not installed, and the run's attention is flash_attention_2" in text
+    assert "flash-attn is not installed, but the run's attention is flash_attention_2" in text
     assert f"Add +hardware={hardware}, which is slower" in text
     only_ok(check_versions(make_run(run, f"+hardware={hardware}"), lock))
     only_ok(check_versions(make_run("tiny_dapo"), lock))  # on a CPU, where attention is our own

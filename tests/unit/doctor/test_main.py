@@ -77,7 +77,7 @@ def test_a_dead_sandbox_fails_and_is_not_loaded(inputs, alone, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert status == 1
     assert lines[0].startswith("FAIL  sandbox     http://127.0.0.1:9 does not run code")
-    assert lines[1].startswith("                  -> Start it: python -m verl_ext.sandbox.server")
+    assert lines[1].startswith("                  -> Start it with python -m verl_ext.sandbox.server")
     assert lines[2].startswith("doctor: tiny_dapo, quick checks: ") and "0 WARN, 1 FAIL" in lines[2]
 
 
@@ -90,8 +90,8 @@ def test_without_a_tokenizer_the_rest_is_said_to_be_unchecked(options, inputs, a
     (tmp_path / "empty").mkdir()
     status = main([*options, "--config-name", "tiny_dapo", *inputs, f"actor_rollout_ref.model.path={tmp_path}/empty"])
     printed = capsys.readouterr().out
-    assert status == 1 and f"FAIL  template    no tokenizer at {tmp_path}/empty" in printed
-    assert "template and lengths of texts were not checked" in printed
+    assert status == 1 and f"FAIL  template    there is no tokenizer at {tmp_path}/empty" in printed
+    assert "lengths of texts are checked" in printed
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_told_already_breaks_no_further_check(override, message, inputs,
     monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
     assert main(["--quick", "--config-name", "tiny_dapo", *inputs, override]) == 1
     printed = capsys.readouterr().out
-    assert message in printed and "a check broke" not in printed, printed
+    assert message in printed and "a check raised" not in printed, printed
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_is_told_already_breaks_no_further_check(override, message, inputs,
         ("algorithm.adv_estimator=gropo", "FAIL  names       algorithm.adv_estimator is 'gropo'"),
         ("trainer.logger=[console,fil]", "FAIL  names       trainer.logger is 'fil'"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=retol", "Did you mean retool?"),
-        ("actor_rollout_ref.rollout.temperature=0", "no exploration"),
+        ("actor_rollout_ref.rollout.temperature=0", "without exploration"),
         ("+reward.reward_kwargs.bonus=1", "reward.reward_kwargs.bonus is not a setting of verl_ext's reward manager"),
         ("+reward.reward_kwargs.verifiers={mine: nowhere.Verifier}", "The verifier for 'mine' is 'nowhere.Verifier'"),
         ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr is 1, expected in (0, 0.1]"),
@@ -169,7 +169,7 @@ def test_a_check_that_breaks_does_not_stop_a_run(inputs, alone, monkeypatch, cap
     monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
     monkeypatch.setattr(memory, "check_memory", lambda *_: 1 / 0)
     assert main(["--config-name", "tiny_dapo", "--quick", *inputs]) == 0
-    assert "WARN  memory      a check broke: ZeroDivisionError" in capsys.readouterr().out
+    assert "WARN  memory      a check raised ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_a_machine_that_cannot_be_looked_at_does_not_stop_a_run(inputs, alone, monkeypatch, capsys):
@@ -180,7 +180,7 @@ def test_a_machine_that_cannot_be_looked_at_does_not_stop_a_run(inputs, alone, m
     monkeypatch.setattr(machine, "query_gpus", lambda: 1 / 0)
     assert main(["--config-name", "tiny_dapo", "--quick", *inputs]) == 0
     printed = capsys.readouterr().out
-    assert "WARN  machine     a check broke: ZeroDivisionError" in printed and "1 WARN, 0 FAIL" in printed
+    assert "WARN  machine     a check raised ZeroDivisionError" in printed and "1 WARN, 0 FAIL" in printed
 
 
 def test_the_quick_part_imports_neither_torch_nor_verl(inputs):

@@ -46,7 +46,7 @@ def test_sockets_have_short_paths(name, variable, length, is_well, make_run, tol
 def test_a_ray_cluster_that_already_runs_has_its_sockets(make_run, told, only_ok, monkeypatch):
     monkeypatch.setattr("verl_ext.doctor.places._why_not_writable", lambda folder: "")
     environment = {"RAY_TMPDIR": "/tmp/" + "x" * 33}  # 38 bytes, one more than Ray's sockets leave
-    assert "that Ray makes there" in told(check_temporary(make_run("tiny_dapo"), environment), Level.FAIL)[0]
+    assert "that Ray creates in it" in told(check_temporary(make_run("tiny_dapo"), environment), Level.FAIL)[0]
     only_ok(check_temporary(make_run("tiny_dapo"), environment | {"RAY_ADDRESS": "10.0.0.1:6379"}))
 
 
@@ -57,14 +57,14 @@ def test_a_short_ray_folder_leaves_vllms_sockets(make_run, told):
         text = told(check_temporary(make_run("tiny_dapo"), {"TMPDIR": long, "RAY_TMPDIR": "/tmp"}), Level.FAIL)[0]
     finally:
         Path(long).rmdir()
-    assert "sockets (AF_UNIX) that vLLM makes" in text
+    assert "sockets (AF_UNIX) that vLLM creates" in text
 
 
 def test_a_temporary_folder_that_is_not_there(make_run, told, tmp_path):
     for name in ("tiny_dapo", "tiny_sft"):
         texts = told(check_temporary(make_run(name), {"TMPDIR": "/nowhere"}), Level.FAIL)
         assert len(texts) == 1 and "TMPDIR is /nowhere, which cannot be written: /nowhere: No such file" in texts[0]
-        assert texts[0].endswith("-> Make the folder, or unset TMPDIR.")
+        assert texts[0].endswith("-> Create the folder, or unset TMPDIR.")
 
 
 WANDB = "trainer.logger=[console,wandb]"

@@ -130,9 +130,9 @@ def test_a_column_that_is_not_there_is_one_line_with_its_name(column, suffix, sa
         ("a.jsonl", '{"prompt": 1}\n{bad\n', "a.jsonl, line 2"),
         ("a.jsonl", "[1, 2]\n", "line 1: it is not a JSON object"),
         ("a.csv", "prompt\n1\n", "expected a name that ends in .parquet or .jsonl or .json"),
-        ("a[1].parquet", "", "has [, which `datasets` takes for a pattern"),
-        ("a*.parquet", "", "has *, which"),
-        ("a::b.parquet", "", "has ::, which"),
+        ("a[1].parquet", "", "contains [, which `datasets` reads as a pattern"),
+        ("a*.parquet", "", "contains *, which"),
+        ("a::b.parquet", "", "contains ::, which"),
     ],
 )
 def test_a_file_that_cannot_be_read(name, content, message, say, make_run, tmp_path):
@@ -216,14 +216,14 @@ def test_lengths_are_those_that_transformers_counts(say, tokenizer, tmp_path):
 def test_too_few_rows(say, tmp_path):
     for suffix in ("parquet", "jsonl"):
         few = write(tmp_path / f"few.{suffix}", good(15))
-        assert any("15 rows are less than a batch of 16: no step" in each for each in say(few))
+        assert any("15 rows are fewer than a batch of 16, so no step" in each for each in say(few))
     enough = write(tmp_path / "enough.parquet", good(17))
     assert not [each for each in say(enough) if "no step" in each]
     most = say(enough, None, "data.train_max_samples=5")
-    assert any("17 rows and data.train_max_samples=5 are less than a batch of 16" in each for each in most)
+    assert any("17 rows, of which data.train_max_samples=5 are used, are fewer than" in each for each in most)
     long = write(tmp_path / "long.parquet", [*good(15), problem("1 " * 200)])
     assert any(
-        "15 rows are left, less than a batch of 16" in each
+        "15 rows are left, fewer than a batch of 16" in each
         for each in say(long, None, "data.filter_overlong_prompts=true")
     )
 
@@ -232,7 +232,7 @@ def test_a_validation_of_sft_that_has_no_batch(say, tmp_path):
     train = write(tmp_path / "train.parquet", [trace(f"{i}+1?") for i in range(70)])
     val = write(tmp_path / "val.parquet", [trace(f"{i}+2?") for i in range(10)])
     told = [each for each in say(train, val, name="tiny_sft") if each.startswith("FAIL")]
-    assert len(told) == 1 and "10 rows of data.val_files are less than a batch of 64" in told[0]
+    assert len(told) == 1 and "10 rows of data.val_files are fewer than a batch of 64" in told[0]
 
 
 @pytest.mark.parametrize("at", [0, 300, 3000])
@@ -246,10 +246,10 @@ def test_a_long_trace_is_found_wherever_it_is(at, say, tmp_path):
 def test_rows_that_are_no_traces(say, tmp_path):
     bad = {"messages": trace()["messages"][:3]}
     path = write(tmp_path / "a.parquet", [*(trace(f"{i}+1?") for i in range(70)), bad])
-    assert "FAIL train: 1 of 71 rows are no traces (row 70:" in say(path, name="tiny_sft")[1]
+    assert "FAIL train: 1 of 71 rows are not traces (row 70:" in say(path, name="tiny_sft")[1]
     assert say(path, None, "data.retool.bad_rows=drop", name="tiny_sft")[1].startswith("WARN train: 1 of 71 rows")
     other = write(tmp_path / "b.parquet", [{"text": "?"}] * 70)
-    assert "has no column 'messages', expected it beside text" in say(other, name="tiny_sft")[0]
+    assert "has no column 'messages'; its columns are text" in say(other, name="tiny_sft")[0]
     lines = write(tmp_path / "c.jsonl", [trace()])
     assert "expected a name that ends in .parquet" in say(lines, name="tiny_sft")[0]
 
@@ -272,7 +272,7 @@ def test_rows_that_sft_takes_are_traces(say, tmp_path):
      "FAIL train: at least 1 of 91 prompts cannot be rendered ("),
     ("tiny_sft", [*(trace(f"{i}+1?") for i in range(70)),
                   {"messages": [{"role": "system", "content": "Add."}, *trace()["messages"]]}],
-     "FAIL train: 1 of 71 rows are no traces (row 70: "),
+     "FAIL train: 1 of 71 rows are not traces (row 70: "),
 ])  # fmt: skip
 def test_rows_that_the_template_refuses_are_named(name, rows, message, say, model, tmp_path):
     template = model / "chat_template.jinja"

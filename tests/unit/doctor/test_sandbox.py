@@ -88,7 +88,7 @@ def test_nobody_there(make_run, told):
         (200, "hello", Level.FAIL, "does not run code"),
         (200, json.dumps({"run_result": None}), Level.FAIL, "does not run code"),
         (200, json.dumps({"run_result": {"stdout": ""}, "message": "no space"}), Level.FAIL, "gave '', no space"),
-        (200, json.dumps({"run_result": {"stdout": "42\n"}}), Level.WARN, "does not say what isolates it"),
+        (200, json.dumps({"run_result": {"stdout": "42\n"}}), Level.WARN, "does not report what isolates it"),
     ],
 )
 def test_a_server_that_only_looks_like_one(status, body, level, message, make_run, told):
@@ -148,8 +148,8 @@ def test_what_a_load_means_for_a_step(make_run, told):
     run = make_run("qwen2-32b_dapo")
     # 23,757 calls: at 100 a second 238 s, twice the 120 s; at 1,000 a second 24 s
     slow = told(judge_load(run, Load(10.0, [0.1] * 1000, []), 128), Level.WARN)[0]
-    assert "= 23,757 takes the sandbox 238 s, at the most (262,144 calls) 2,621 s" in slow
-    assert "About 2.0 times the workers" in slow
+    assert "= 23,757 takes the sandbox 238 s, and at most 2,621 s (262,144 calls)" in slow
+    assert "Use about 2.0 times as many workers" in slow
     assert "24 s" in told(judge_load(run, Load(1.0, [0.1] * 1000, []), 128), Level.OK)[0]
     late = Load(100.0, [40.0] * 1000, [])
-    assert "the p99 is over retool.sandbox.timeout_s=30" in told(judge_load(run, late, 128), Level.FAIL)[0]
+    assert "the p99 is above retool.sandbox.timeout_s=30" in told(judge_load(run, late, 128), Level.FAIL)[0]

@@ -59,9 +59,9 @@ def test_a_template_without_tools_is_noticed_where_the_protocol_needs_them(tiny_
 @pytest.mark.parametrize(("name", "value"), RUNS)
 def test_sft_and_rollout_make_the_same_tokens(name, value, tiny_run, tokenizer, told):
     findings = list(check_agreement(tiny_run(name, protocol(name, value)), tokenizer))
-    assert "SFT and rollout make the same" in told(findings, Level.OK)[0]
+    assert "SFT and rollout encode a trace with a call as the same" in told(findings, Level.OK)[0]
     if value == "hermes":  # the YAML of the other stage has code
-        assert "Train the SFT model with the same" in told(findings, Level.WARN)[0]
+        assert "Train the SFT model with the same value" in told(findings, Level.WARN)[0]
 
 
 def test_a_tokenizer_of_no_chat_model(tiny_run, other, told):
@@ -77,13 +77,13 @@ def test_a_template_that_ends_turns_otherwise(tiny_run, other, told):
 def test_a_tag_that_is_a_special_token(tiny_run, other, told):
     other.add_special_tokens({"additional_special_tokens": ["</code>"]})
     texts = told(check_tokenizer(tiny_run(), other), Level.FAIL)
-    assert any(text.startswith("</code>: special tokens here, which end a turn") for text in texts)
+    assert any(text.startswith("</code>: special tokens in this tokenizer, which end a turn") for text in texts)
 
 
 def test_a_tokenizer_that_lacks_what_the_protocol_writes(tiny_run, other, monkeypatch, told):
     real = type(other).decode
     monkeypatch.setattr(type(other), "decode", lambda self, ids, **kwargs: real(self, ids, **kwargs).replace("\n", " "))
-    assert "does not give back what the protocol writes" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
+    assert "does not reproduce what the protocol writes" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
 
 
 def test_an_end_token_that_the_loop_does_not_know(tiny_run, tokenizer, tmp_path, told):
@@ -132,7 +132,7 @@ def test_qwens_template_renders_the_whole_conversation_as_the_rollout_does(tiny_
 def test_sft_that_shows_the_interpreters_output_otherwise(tiny_run, tokenizer, monkeypatch, told):
     monkeypatch.setattr("verl_ext.protocols.trace.format_output", lambda stdout, stderr: f"{stdout} {stdout}")
     text = told(check_agreement(tiny_run(), tokenizer), Level.FAIL)[0]
-    assert "SFT and rollout make different tokens of the same trace: at token" in text
+    assert "SFT and rollout encode the same trace differently: at token" in text
 
 
 def test_a_template_that_renders_past_turns_otherwise(tiny_run, other, told):
@@ -141,7 +141,7 @@ def test_a_template_that_renders_past_turns_otherwise(tiny_run, other, told):
     other.chat_template = "{% if messages | length > 3 %}{{ 'early' }}{% endif %}" + other.chat_template
     run = tiny_run("tiny_sft", protocol("tiny_sft", "hermes"))
     texts = told(check_agreement(run, other), Level.WARN)
-    assert any("renders the finished conversation otherwise, from 'early" in text for text in texts), texts
+    assert any("renders the finished conversation differently, as 'early" in text for text in texts), texts
 
 
 REFUSALS = {
@@ -187,14 +187,14 @@ def test_a_template_that_opens_the_thinking_fits(name, value, tiny_run, other, t
     other.chat_template = other.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     run = tiny_run(name, protocol(name, value))
     assert not [each for each in check_tokenizer(run, other) if each.level == Level.FAIL]
-    assert "SFT and rollout make the same" in told(check_agreement(run, other), Level.OK)[0]
+    assert "SFT and rollout encode a trace with a call as the same" in told(check_agreement(run, other), Level.OK)[0]
 
 
 @pytest.mark.parametrize(("name", "value"), RUNS)
 def test_a_template_that_asks_for_the_day_is_the_same_for_both(name, value, tiny_run, other, told):
     other.chat_template = "{{ strftime_now('%f %s') }}" + other.chat_template
     assert (
-        "SFT and rollout make the same"
+        "SFT and rollout encode a trace with a call as the same"
         in told(check_agreement(tiny_run(name, protocol(name, value)), other), Level.OK)[0]
     )
 
@@ -251,12 +251,12 @@ def test_good_problems(look, only_ok):
         (
             [problem("What is 1+1?"), problem("What is  1+1 ?")],
             Level.WARN,
-            "2 rows are 1 different problems: 1 are there",
+            "2 rows have 1 different problems: 1 rows repeat",
         ),
         (
             [problem("What is 1+1?", "2"), problem("What is 1+1?", "3")],
             Level.WARN,
-            "1 problem(s) are there with different",
+            "1 problem(s) have different answers",
         ),
         (
             [problem("What is 1+1?"), problem("8 9 ?")],
@@ -315,7 +315,7 @@ def test_rows_that_the_template_refuses_are_named(look, tiny_run, other, told, r
     assert "1 of 3 prompts cannot be rendered (" in text and "row 1: the chat template refuses messages of" in text
     bad = trace() | {"messages": [trace()["messages"][0] | {"role": first}, *trace()["messages"]]}
     text = told(look([trace(), bad], name="tiny_sft", using=other), Level.FAIL)[0]
-    assert "1 of 2 rows are no traces (row 1: the chat template refuses messages of" in text
+    assert "1 of 2 rows are not traces (row 1: the chat template refuses messages of" in text
 
 
 def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwen, tmp_path, told, only_ok):
@@ -330,7 +330,7 @@ def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwe
     only_ok(look(rows, (), hermes, limit, using=qwen))
     text = told(look(rows, (), hermes, limit, tools, using=qwen), Level.FAIL)[0]
     assert "2 of 2 prompts are longer than data.max_prompt_length=1000" in text and "tools included" in text
-    assert "make the same" in told(check_agreement(tiny_run("tiny_dapo", hermes, tools), qwen), Level.OK)[0]
+    assert "as the same" in told(check_agreement(tiny_run("tiny_dapo", hermes, tools), qwen), Level.OK)[0]
     broken = tiny_run("tiny_dapo", hermes, tools.replace("tools.py", "none.py"))
     assert "the tools cannot be loaded: FileNotFoundError" in told(check_tokenizer(broken, qwen), Level.FAIL)[0]
 
@@ -358,14 +358,14 @@ def test_traces(look, told, only_ok):
     only_ok(look([trace(), trace("print(2)")], name="tiny_sft"))
     bad = trace() | {"messages": trace()["messages"][:3]}
     text = told(look([trace(), bad], name="tiny_sft"), Level.FAIL)[0]
-    assert "1 of 2 rows are no traces (row 1:" in text
+    assert "1 of 2 rows are not traces (row 1:" in text
     assert (
-        "1 of 2 rows are no traces"
+        "1 of 2 rows are not traces"
         in told(look([trace(), bad], (), "data.retool.bad_rows=drop", name="tiny_sft"), Level.WARN)[0]
     )
     long = told(look([trace(), trace("1 " * 200)], name="tiny_sft"), Level.FAIL)[0]
     assert "1 of 2 traces are longer than data.max_length=256" in long
     assert (
-        "1 of 2 traces are there before, word for word"
+        "1 of 2 traces repeat an earlier one word for word"
         in told(look([trace(), trace()], name="tiny_sft"), Level.WARN)[0]
     )

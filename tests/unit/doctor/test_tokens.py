@@ -162,7 +162,7 @@ def test_which_paths_have_none(tokenizer, tmp_path):
         return str(caught.value)
 
     (tmp_path / "empty").mkdir()
-    assert "that folder has none of tokenizer.json" in reason("empty")
+    assert "the folder has none of tokenizer.json" in reason("empty")
     for path in (f"{tmp_path}/nowhere", "outputs/sft", "outputs/a/b", "./model", "~/nowhere"):
         assert "there is no such folder" in reason(path), path
     assert quick_tokenizer("Qwen/Qwen2.5-7B", tmp_path, None) is None
@@ -170,7 +170,7 @@ def test_which_paths_have_none(tokenizer, tmp_path):
     (tmp_path / "empty" / "tokenizer.model").write_text("")
     assert quick_tokenizer("empty", tmp_path, None) is None, "only transformers reads it"
     (tmp_path / "empty" / "tokenizer.json").write_text("{")
-    assert f"{tmp_path}/empty: " in reason("empty")
+    assert "EOF" in reason("empty")
 
 
 def test_the_template_checks_find_the_same_with_both(both, make_run, tmp_path):

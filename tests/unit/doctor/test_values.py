@@ -20,10 +20,10 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
     ("override", "level", "message"),
     [
         (f"{ROLLOUT}.temperature=0", Level.FAIL, "is 0, expected in (0, inf): all samples of a prompt would be equal"),
-        (f"{ROLLOUT}.temperature=0.0", Level.FAIL, "no exploration -> Set it to 1.0."),
+        (f"{ROLLOUT}.temperature=0.0", Level.FAIL, "without exploration -> Set it to 1.0."),
         (f"{ROLLOUT}.temperature=-1", Level.FAIL, "temperature is -1"),
         (f"{ROLLOUT}.temperature=2", Level.WARN, "expected in [0.1, 1.5]"),
-        (f"{ROLLOUT}.temperature=hot", Level.FAIL, "is 'hot', expected in (0, inf): it is no number"),
+        (f"{ROLLOUT}.temperature=hot", Level.FAIL, "is 'hot', expected in (0, inf): it is not a number"),
         (f"{ROLLOUT}.val_kwargs.temperature=0", Level.WARN, "expected above 0 with val_kwargs.n=30"),
         (f"{ROLLOUT}.val_kwargs.temperature=-1", Level.FAIL, "val_kwargs.temperature is -1, expected in [0, inf)"),
         (f"{ROLLOUT}.val_kwargs.temperature=3", Level.WARN, "expected in [0, 1.5]"),
@@ -32,7 +32,7 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ROLLOUT}.top_k=-5", Level.FAIL, "top_k is -5, expected in [-1, inf)"),
         (f"{ROLLOUT}.top_p=0", Level.FAIL, "top_p is 0, expected in (0, 1]"),
         (f"{ROLLOUT}.val_kwargs.top_p=60", Level.FAIL, "val_kwargs.top_p is 60"),
-        (f"{ROLLOUT}.gpu_memory_utilization=.99", Level.FAIL, "is 0.99, expected in (0, 0.98]: vLLM starts only where"),
+        (f"{ROLLOUT}.gpu_memory_utilization=.99", Level.FAIL, "is 0.99, expected in (0, 0.98]: vLLM starts only if"),
         (f"{ROLLOUT}.gpu_memory_utilization=.96", Level.WARN, "is 0.96, expected in [0.05, 0.95]"),
         (f"{ROLLOUT}.gpu_memory_utilization=90", Level.FAIL, "is 90, expected"),
         (f"{ROLLOUT}.gpu_memory_utilization=0", Level.FAIL, "is 0, expected"),
@@ -46,11 +46,11 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ACTOR}.optim.lr=-0.5", Level.FAIL, "optim.lr is -0.5"),
         (f"{ACTOR}.optim.lr=0.05", Level.WARN, "optim.lr is 0.05, expected in (0, 0.01]"),
         (f"{ACTOR}.optim.lr=0.001", Level.WARN, "is 0.001, expected at most 0.0001 for 32.76 billion parameters"),
-        (f"{ACTOR}.optim.clip_grad=0", Level.FAIL, "every gradient would be scaled to nothing"),
+        (f"{ACTOR}.optim.clip_grad=0", Level.FAIL, "every gradient would be scaled to zero"),
         (f"{ACTOR}.optim.lr_warmup_steps=400", Level.WARN, "expected less than trainer.total_training_steps=400"),
         (f"{ACTOR}.optim.lr_warmup_steps_ratio=10", Level.FAIL, "it is a share of all steps"),
-        (f"{ACTOR}.optim.lr=.nan", Level.FAIL, "optim.lr is nan, expected in (0, 0.1]: it is no number"),
-        (f"{ACTOR}.entropy_coeff=.nan", Level.FAIL, "entropy_coeff is nan, expected in [0, 0.1]: it is no number"),
+        (f"{ACTOR}.optim.lr=.nan", Level.FAIL, "optim.lr is nan, expected in (0, 0.1]: it is not a number"),
+        (f"{ACTOR}.entropy_coeff=.nan", Level.FAIL, "entropy_coeff is nan, expected in [0, 0.1]: it is not a number"),
         (f"{ACTOR}.optim.weight_decay=1", Level.WARN, "weight_decay is 1"),
         (f"{ACTOR}.clip_ratio_low=-0.2", Level.FAIL, "clip_ratio_low is -0.2"),
         (f"{ACTOR}.clip_ratio_low=0.3", Level.WARN, "is 0.3, expected at most clip_ratio_high=0.28"),
@@ -58,10 +58,10 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ACTOR}.clip_ratio_c=1", Level.FAIL, "clip_ratio_c is 1, expected in (1, inf)"),
         (f"{ACTOR}.entropy_coeff=-0.1", Level.WARN, "entropy_coeff is -0.1"),
         (f"{ACTOR}.kl_loss_coef=-1", Level.FAIL, "driven away from the reference"),
-        ("actor_rollout_ref.nccl_timeout=0", Level.FAIL, "is 0, expected in (0, inf): it is the seconds"),
+        ("actor_rollout_ref.nccl_timeout=0", Level.FAIL, "is 0, expected in (0, inf): it is how many seconds"),
         ("actor_rollout_ref.nccl_timeout=-1", Level.FAIL, "nccl_timeout is -1, expected in (0, inf)"),
-        ("actor_rollout_ref.nccl_timeout=null", Level.WARN, "nccl_timeout is null, expected seconds"),
-        ("actor_rollout_ref.nccl_timeout=1h", Level.FAIL, "is '1h', expected in (0, inf): it is no number"),
+        ("actor_rollout_ref.nccl_timeout=null", Level.WARN, "nccl_timeout is null, expected a number of seconds"),
+        ("actor_rollout_ref.nccl_timeout=1h", Level.FAIL, "is '1h', expected in (0, inf): it is not a number"),
         ("algorithm.filter_groups.metric=null", Level.FAIL, "no group would be filtered"),
         ("algorithm.gamma=1.5", Level.FAIL, "it is a discount"),
         ("data.train_batch_size=0", Level.FAIL, "data.train_batch_size is 0"),
@@ -174,4 +174,4 @@ def test_prompts_are_shared_by_models_that_the_backend_knows(name, hardware, sec
     config.write_text('{"model_type": "llama"}')
     assert not failures()
     (text,) = failures(f"{section}.use_remove_padding=false")
-    assert "it takes attention flash_attention_2, use_remove_padding=true" in text
+    assert "it needs attention flash_attention_2, use_remove_padding=true" in text

@@ -220,7 +220,7 @@ def test_an_aborted_turn_keeps_what_was_sampled_and_is_not_the_models_doing(roll
 
 
 def test_a_wrong_setting_of_retool_stops_the_loop(roll_out, tokenizer):
-    with pytest.raises(ValueError, match="retool.max_tool_cals is none .* Did you mean retool.max_tool_calls?"):
+    with pytest.raises(ValueError, match="max_tool_cals is not a setting .* Did you mean retool.max_tool_calls?"):
         roll_out(tokenizer, [], max_tool_cals=3)
     with pytest.raises(
         ValueError, match=r"retool.max_tool_response_tokens is 0, expected a whole number in \[1, inf\)"

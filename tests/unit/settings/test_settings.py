@@ -43,9 +43,9 @@ def test_an_option_is_off_unless_it_says_enable():
     [
         (
             {"frist": 1, "first": 1},
-            "retool.option.frist is none of verl_ext's settings; it would do nothing. Did you mean",
+            "retool.option.frist is not a setting of verl_ext and would have no effect. Did you mean",
         ),
-        ({"second": 1.0}, "retool.option.first is missing, and verl_ext reads it."),
+        ({"second": 1.0}, "retool.option.first is missing, but verl_ext reads it."),
         ({"first": 1.5}, "retool.option.first is 1.5, expected a whole number."),
         ({"first": True}, "retool.option.first is True, expected a whole number."),
     ],
@@ -96,13 +96,13 @@ def test_what_a_start_of_a_run_and_the_doctor_check_is_one_schema():
     [
         (
             {"max_calls": 3},
-            "retool.max_calls is none of verl_ext's settings; it would do nothing. Did you mean retool.max_tool",
+            "retool.max_calls is not a setting of verl_ext and would have no effect. Did you mean retool.max_tool",
         ),
         (
             {"sandbox__timout_s": 3},
-            "retool.sandbox.timout_s is none of verl_ext's settings; it would do nothing. Did you mea",
+            "retool.sandbox.timout_s is not a setting of verl_ext and would have no effect. Did you mea",
         ),
-        ({"early_stop__pateince": 3}, "retool.early_stop.pateince is none"),  # of an option that is off
+        ({"early_stop__pateince": 3}, "retool.early_stop.pateince is not a setting"),  # of an option that is off
         (
             {"max_tool_calls": -1},
             "retool.max_tool_calls is -1, expected a whole number in [0, inf): it is a number of calls",
@@ -115,7 +115,7 @@ def test_what_a_start_of_a_run_and_the_doctor_check_is_one_schema():
         ),
         ({"sandbox__max_calls_per_s": 0}, "retool.sandbox.max_calls_per_s is 0"),
         ({"sandbox": 3}, "retool.sandbox is 3, but it is a section"),
-        ({"sandbox": {}}, "retool.sandbox.urls is missing, and verl_ext reads it."),
+        ({"sandbox": {}}, "retool.sandbox.urls is missing, but verl_ext reads it."),
         (
             {"protocol": "xml"},
             "retool.protocol is 'xml'; expected one of code, hermes.",
@@ -143,7 +143,7 @@ def test_an_option_that_is_off_may_have_any_values_and_a_run_of_before_may_lack_
 
 
 def test_every_wrong_key_is_named_at_once():
-    with pytest.raises(ValueError, match="retool.max_calls is none .* retool.traceback is 'all'"):
+    with pytest.raises(ValueError, match="retool.max_calls is not a setting .* retool.traceback is 'all'"):
         check(retool(max_calls=3, traceback="all"), Retool)
 
 
@@ -175,6 +175,6 @@ def test_settings_of_failed_validation_samples_have_defaults_and_no_other_names(
     config.retool.validation.max_failed = 0.5
     with pytest.raises(
         ValueError,
-        match="retool.validation.max_failed is none.*Did you mean retool.validation.max_failed_share",
+        match="retool.validation.max_failed is not a setting.*Did you mean retool.validation.max_failed_share",
     ):
         FailedSamples.from_config(config)
