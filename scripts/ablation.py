@@ -63,7 +63,7 @@ ROWS = {  # name -> description, and overrides
         "+ agent loops within the server",
         (f"{MANAGER}={IN_SERVER}",),
     ),
-    "abort": ("+ rollouts beside the learner, updates break off", (*SEPARATE, "retool.fleet.weight_update=abort")),
+    "abort": ("+ rollouts next to the learner, updates interrupt", (*SEPARATE, "retool.fleet.weight_update=abort")),
     "keep": ("+ in-flight updates", (*SEPARATE, "retool.fleet.weight_update=keep")),
 }
 SHARED = (
@@ -190,7 +190,7 @@ def figures_of(run: Path, model: Model, steps: int, *, breaks_off: bool = False)
     timeline = [row for row in store.rows(run, "timeline") if COLD <= row["step"] <= window[-1]]
     metrics = steps_of(run)
     if lost := {COLD, *window} - {row["step"] for row in timeline} | set(window) - metrics.keys():
-        raise ValueError(f"{run} has nothing of step {min(lost)}; its log.txt may say why. Delete the folder.")
+        raise ValueError(f"{run} has nothing of step {min(lost)}. See its log.txt, and delete the folder.")
     start_s = max(row["end_s"] for row in timeline if row["step"] == COLD)
     end_s = max(row["end_s"] for row in timeline)
     seconds = end_s - start_s
@@ -251,19 +251,19 @@ def command_of(row: str, repeat: int, steps: int, extra: Sequence[str]) -> list[
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", nargs="+", choices=ROWS, default=list(ROWS), help="these rows (default: all)")
+    parser.add_argument("--row", nargs="+", choices=ROWS, default=list(ROWS), help="run only these rows (default: all)")
     parser.add_argument("--mean-s", type=float, default=0.5, help="mean latency of a call (default: .5 s)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help=f"at least {COLD + OPEN + 1} (default: 12)")
-    parser.add_argument("--max-runs", type=int, help="end after so many runs")
-    parser.add_argument("--timeout-s", type=float, default=900, help="end a run that takes longer (default: 900)")
+    parser.add_argument("--steps", type=int, default=12, help=f"steps, at least {COLD + OPEN + 1} (default: 12)")
+    parser.add_argument("--max-runs", type=int, help="end after this many runs")
+    parser.add_argument("--timeout-s", type=float, default=900, help="stop a run that takes longer (default: 900)")
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "ablation", help="of the runs")
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run")
     args = parser.parse_args(argv)
     if args.steps <= COLD + OPEN:
-        parser.error(f"--steps {args.steps} leaves no step in the window: expected at least {COLD + OPEN + 1}.")
+        parser.error(f"--steps {args.steps} leaves no step in the window; expected at least {COLD + OPEN + 1}.")
     os.environ["ONEDNN_DEFAULT_FPMATH_MODE"] = "STRICT"  # fp32 in the runs as in the peak
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "scripts"), os.environ.get("PYTHONPATH")]))
     source, out = args.source.resolve(), args.out.resolve()

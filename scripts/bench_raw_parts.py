@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("outputs/small"), help="a quickstart's folder")
     parser.add_argument("--rl", type=Path, help="folder of the RL run (default: rl in that folder)")
-    parser.add_argument("--step", type=int, help="default: the one whose time is the median of all")
+    parser.add_argument("--step", type=int, help="step to compare (default: the one with the median time)")
     args = parser.parse_args()
     # As recipe/retool/run_smollm2_dapo.sh sets them. MALLOC_* have no effect, because malloc has already read its own.
     os.environ.update(ENVIRONMENT | whole_cpu())
@@ -211,7 +211,7 @@ def main() -> None:
         if record["step"] == step and not record["validate"]
     ]
     if not responses:
-        raise SystemExit(f"{rl}/records has no response of step {step}; take a step of a finished run (--step)")
+        raise SystemExit(f"{rl}/records has no response of step {step}. Choose a step of a finished run with --step.")
     groups = trained_groups(responses, config.data.train_batch_size)
     trained = sum(len(response.prompt) + len(response.ids) for group in groups for response in group)
     written = sum(tokens for response in responses for _, tokens in response.turns)
@@ -220,8 +220,8 @@ def main() -> None:
     generation_s = time_generation(model_path, responses, config.actor_rollout_ref.rollout)
     print(
         f"\nStep {step}: {len(responses)} responses with {written} tokens of the model; the update has {trained} "
-        "tokens of prompts\nand responses, a prompt counted for each of its responses "
-        f"(the run: {taken['global_seqlen/mean']:.0f}).\n"
+        "tokens of prompts\nand responses, each prompt counted once per response "
+        f"(in the run: {taken['global_seqlen/mean']:.0f}).\n"
     )
     print("| | run, s | raw, s | run / raw |\n|---|---|---|---|")
     raw_s = generation_s + update_s

@@ -160,26 +160,24 @@ def share_of(run: Path) -> str:
     for step in step_s:  # its records include those of the validation after it
         step_s[step] += metrics.steps[step].get("timing_s/testing", 0.0)
     if not step_s:
-        sys.exit(f"{run} has no records of a step with timing_s/step. Name the folder of an RL run.")
+        sys.exit(f"{run} has no records of a step with timing_s/step. Expected the folder of an RL run.")
     cores = os.cpu_count() or 1
     share = statistics.median(cpu_s[step] / (cores * seconds) for step, seconds in step_s.items())
     said = f"{len(step_s)} steps of {statistics.median(step_s.values()):.2f} s, {cores} cores: records took "
-    said += f"{1000 * statistics.median(cpu_s[step] for step in step_s):.1f} CPU-ms a step, {share:.2%} of the cores"
+    said += f"{1000 * statistics.median(cpu_s[step] for step in step_s):.1f} CPU-ms per step, {share:.2%} of the cores"
     return said if share < LIMIT else sys.exit(f"{said}, more than {LIMIT:.0%}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=256, help="of a step (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt (default: %(default)s)")
-    parser.add_argument("--words", type=int, default=20, help="of a turn, a token each (default: %(default)s)")
+    parser.add_argument("--rollouts", type=int, default=256, help="rollouts per step (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="rollouts per prompt (default: %(default)s)")
+    parser.add_argument("--words", type=int, default=20, help="words per turn, one token each (default: %(default)s)")
     parser.add_argument("--tokens", type=float, default=0.03125, help="share of the rollouts whose tokens are recorded")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ray", action="store_true", help="start Ray on this machine, and the recorder as its actor")
-    parser.add_argument(
-        "--step-s", type=float, default=0.0, help="a step takes so long (default: no longer than it must)"
-    )
-    parser.add_argument("--run", type=Path, help="of this run on this machine, and not of a synthetic step")
+    parser.add_argument("--ray", action="store_true", help="start Ray on this machine and run the recorder as an actor")
+    parser.add_argument("--step-s", type=float, default=0.0, help="least seconds of a step (default: %(default)s)")
+    parser.add_argument("--run", type=Path, help="measure this run on this machine instead of a synthetic step")
     args = parser.parse_args()
     if args.run:
         print(share_of(args.run))
@@ -209,18 +207,18 @@ def main() -> None:
             for pause_s in (0, IDLE_S):
                 time.sleep(pause_s)
                 own.append(ray.get(writer.handle.__ray_call__.remote(lambda _: time.process_time())))
-            print(f"the recorder's process takes {1000 * (own[1] - own[0]) / IDLE_S:.1f} CPU-ms a second, told nothing")
+            print(f"the recorder's process takes {1000 * (own[1] - own[0]) / IDLE_S:.1f} CPU-ms per second when idle")
             ray.get(writer.close())
             clock.parts["all, in the recorder"] = list(store.cpu_seconds(run).values())
         written = len(store.files_of(run))
         if written != args.steps + WARM_UP:
             sys.exit(
-                f"{written} of {args.steps + WARM_UP} files were written: no figure means anything. See the warnings."
+                f"{written} of {args.steps + WARM_UP} files were written, so no figure is valid. See the warnings."
             )
         sizes = [path.stat().st_size for path in run.rglob("*.parquet")]
-    print(f"{args.rollouts} rollouts a step, {sum(sizes) / (args.steps + WARM_UP) / 1000:.0f} kB of files")
+    print(f"{args.rollouts} rollouts per step, {sum(sizes) / (args.steps + WARM_UP) / 1000:.0f} kB of files")
     for part, seconds in sorted(clock.parts.items(), key=lambda item: item[0].startswith("of")):
-        print(f"{part:26} {1000 * statistics.median(seconds[WARM_UP:]):6.1f} CPU-ms a step")
+        print(f"{part:26} {1000 * statistics.median(seconds[WARM_UP:]):6.1f} CPU-ms per step")
 
 
 if __name__ == "__main__":

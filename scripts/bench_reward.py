@@ -120,7 +120,7 @@ async def score_all(rows: list[tuple[str, str, bool]]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=8192, help="of one step")
-    parser.add_argument("--hostile", type=int, default=None, help="of the mixed step (default: 10%% of them)")
+    parser.add_argument("--hostile", type=int, default=None, help="hostile responses in the mixed step (default: 10%%)")
     arguments = parser.parse_args()
     rows = make_rows(arguments.responses)
     median_ms, mean_ms = cost_per_answer(rows[:2000])
@@ -140,7 +140,7 @@ def main() -> int:
     mixed = ordinary + hostile
     random.Random(1).shuffle(mixed)
     all_s, mixed_s = asyncio.run(score_all(mixed))
-    print(f"with {count} hostile ones among them: 99% of the ordinary in {mixed_s:.1f} s (alone {alone_s:.1f} s), "
+    print(f"with {count} hostile ones: 99% of the ordinary ones in {mixed_s:.1f} s (without: {alone_s:.1f} s), "
           f"all in {all_s:.1f} s")  # fmt: skip
     missed = [
         name

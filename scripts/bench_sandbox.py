@@ -42,8 +42,8 @@ PROGRAMS = [
 def main() -> None:
     """Print a table with one line per program; exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=100, help="to the sandbox, for each program")
-    parser.add_argument("--baseline-requests", type=int, default=20, help="by python -c, for each program")
+    parser.add_argument("--requests", type=int, default=100, help="requests to the sandbox per program")
+    parser.add_argument("--baseline-requests", type=int, default=20, help="runs of python -c per program")
     parser.add_argument("--isolation", default="auto", help="as the server's")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="as the server's (default: %(default)s)")
     args = parser.parse_args()

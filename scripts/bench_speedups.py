@@ -36,7 +36,7 @@ VARIANTS = {
     "imports in every process (no cpu/warm_python.py)": Variant(
         shell='if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi'
     ),
-    "loops in an actor of their own (LeanAgentLoopManager)": Variant(
+    "loops in a separate actor (LeanAgentLoopManager)": Variant(
         (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)
     ),
     "verl's own agent-loop manager, which records nothing": Variant(
@@ -75,10 +75,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_speedups"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--only", default="", metavar="TEXT", help="as shipped, and the variants whose name has this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="as shipped, and variants with this in the name")
     args = parser.parse_args()
     if not (args.run / "sft" / "merged").is_dir():
-        parser.error(f"{args.run} has no SFT model. Make it: bash scripts/quickstart.sh --stage sft --stage merge")
+        parser.error(f"{args.run} has no SFT model. Create it: bash scripts/quickstart.sh --stage sft --stage merge")
     folder = new_folder(args.out).resolve()
     python = folder / "python"
     chosen = {name: each for name, each in VARIANTS.items() if args.only in name or name == "as shipped"}

@@ -148,15 +148,15 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="rl_train.parquet")
     url = os.environ.get("SANDBOX_URL")
     parser.add_argument("--sandbox", default=url, required=not url, help="base URL (default: SANDBOX_URL)")
-    parser.add_argument("--sizes", type=json.loads, required=True, help="JSON, scripts/bench_vs_trl.py `sizes`")
+    parser.add_argument("--sizes", type=json.loads, required=True, help="JSON, as `sizes` in scripts/bench_vs_trl.py")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", required=True, help="JSON file for the figures")
     parser.add_argument("--run", type=Path, help="folder of checkpoints, for scripts/chaos.py")
-    parser.add_argument("--notes", type=Path, help="folder of what --run is judged by")
+    parser.add_argument("--notes", type=Path, help="folder of the rollouts and times of --run")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     if bool(args.run) != bool(args.notes):
-        parser.error("--run and --notes go together")
+        parser.error("--run and --notes need each other")
     sizes = args.sizes
 
     def python(code: str) -> str:

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--words", type=int, default=600, help="in each turn of a response")
+    parser.add_argument("--words", type=int, default=600, help="words per turn of a response")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     if not args.folder.is_dir():

@@ -210,20 +210,22 @@ def run_trl(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="tiny", help="of the quickstart (default: %(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="tiny", help="the quickstart's model (default: %(default)s)")
     parser.add_argument("--run", type=Path, required=True, help="a quickstart's folder, with data and sft/merged")
-    parser.add_argument("--trl-python", type=Path, required=True, help="Python of TRL's environment")
+    parser.add_argument("--trl-python", type=Path, required=True, help="Python executable of TRL's environment")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, help="RL steps of each run (default: 12, small: 6)")
-    parser.add_argument("--rounds", type=int, help="runs of each, alternating (default: 2, small: 1)")
-    parser.add_argument("--latencies", type=float, nargs="+", help="of a sandbox call, in s (default: 0 0.1, small: 0)")
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, help="who runs (default: the first two, small: all)")
+    parser.add_argument("--steps", type=int, help="RL steps per run (default: 12, small: 6)")
+    parser.add_argument("--rounds", type=int, help="runs per trainer, alternating (default: 2, small: 1)")
+    parser.add_argument("--latencies", type=float, nargs="+", help="seconds per call (default: 0 0.1, small: 0)")
+    parser.add_argument(
+        "--trainers", nargs="+", choices=TRAINERS, help="which run (default: the first two, small: all)"
+    )
     args = parser.parse_args()
     for name, value in MODELS[args.model]._asdict().items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     if args.steps <= WARM_UP + 1:
-        parser.error(f"--steps is {args.steps}, but the first {WARM_UP} are left out; take at least {WARM_UP + 2}")
+        parser.error(f"--steps is {args.steps}, but the first {WARM_UP} do not count; expected {WARM_UP + 2} or more")
     folder = new_folder(args.out)
 
     rows: dict[tuple[float, str], list[dict[str, float]]] = {}
@@ -250,7 +252,7 @@ def main() -> None:
     responses = sizes(compose_run(*MODELS[args.model].config))["responses"]
     print(
         f"\nSteps that train on {responses} responses, median from step {WARM_UP + 1} on; "
-        f"calls and tokens of a response; means of {args.rounds} runs.\n"
+        f"calls and tokens per response; means of {args.rounds} runs.\n"
     )
     print(
         "| sandbox call | trainer | warm step | responses per second | command to first update | accuracy, last step "
@@ -269,7 +271,7 @@ def main() -> None:
         ours = means[latency_s, name]
         print(
             f"+ {1000 * latency_s:g} ms: a step of {name} takes {ours['step_s'] / theirs['step_s']:.2f} x TRL's, "
-            f"and it generates {ours['responses_per_s'] / theirs['responses_per_s']:.2f} x as many responses a second"
+            f"and it generates {ours['responses_per_s'] / theirs['responses_per_s']:.2f} x as many responses per second"
         )
 
 

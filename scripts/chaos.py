@@ -165,7 +165,7 @@ def measure(
         injection.start()
         result = run_to_its_end(start, scene, injection, limit_s)
         if injection.log_bytes is None:
-            raise Missed(f"the run ended before step {FAULT_STEP}; {log} may say why")
+            raise Missed(f"the run ended before step {FAULT_STEP}; see {log}")
         injection.join()
         if injection.missed:
             raise Missed(injection.missed)
@@ -268,14 +268,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"five faults: {', '.join(QUICK)}")
     parser.add_argument("--only", nargs="+", choices=FAULTS, metavar="FAULT", help=f"of {', '.join(FAULTS)}")
-    parser.add_argument("--side", choices=SIDES, default="ours", help="whose run (default: %(default)s)")
+    parser.add_argument("--side", choices=SIDES, default="ours", help="whose run to test (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "chaos", help="of the runs")
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
     args = parser.parse_args(argv)
     if args.side == "trl" and not TRL.is_file():
-        parser.error(f"{TRL} is not there. `bash scripts/bench_vs_trl.sh --steps 1 --rounds 1` installs TRL.")
+        parser.error(f"{TRL} does not exist. Install TRL with `bash scripts/bench_vs_trl.sh --steps 1 --rounds 1`.")
     names = args.only or (QUICK if args.quick else tuple(FAULTS))
     source, out, missed = args.source.resolve(), args.out.resolve(), {}
     platform = environment()["platform"]

@@ -216,7 +216,7 @@ def learner_killed(scene: Scene) -> None:
     there, deadline = set(_checkpoints(scene.run)), time.monotonic() + SAVE_S
     while not any(_shard(path) for name, path in _checkpoints(scene.run).items() if name not in there):
         if time.monotonic() > deadline or scene.ended.is_set():
-            raise Missed(f"no checkpoint was begun within {SAVE_S:g} s")
+            raise Missed(f"no checkpoint was started within {SAVE_S:g} s")
         time.sleep(0.001)
     _signal(scene.processes(), signal.SIGKILL)
 
@@ -316,7 +316,7 @@ def _engines(scene: Scene) -> list[psutil.Process]:
     named = set(map(int, re.findall(r"\(EngineCore\w* pid=(\d+)\)", scene.log.read_text(errors="replace"))))
     found = [each for each in scene.processes() if each.pid in named]
     if not found:
-        raise Missed(f"no process of the run is an engine of vLLM, by {scene.log}")
+        raise Missed(f"{scene.log} names no process of the run that is an engine of vLLM")
     return sorted(found, key=lambda each: each.pid)
 
 

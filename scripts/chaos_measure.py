@@ -51,7 +51,7 @@ def trained_rollouts(run: Path) -> list[Row]:
 def failures_in_the_loss(rows: Iterable[Row]) -> list[str]:
     """List rollouts that were trained on although infrastructure failed them or one of their calls."""
     return [
-        f"{_name(row)}: trained, though it ended as {row['end_reason']}"
+        f"{_name(row)}: trained although it ended as {row['end_reason']}"
         for row in rows
         if row["end_reason"] in INFRASTRUCTURE_FAILURES
         or any(call["fault"] == Fault.INFRASTRUCTURE for call in row["calls"])
@@ -66,7 +66,7 @@ def wrong_scores(rows: Iterable[Row]) -> list[str]:
         acc, parts = score_answer(text, row["ground_truth"]).acc, json.loads(row["reward_parts"])
         expected = 2 * acc - 1 + sum(value for name, value in parts.items() if name in _SHAPING)
         if abs(expected - row["score"]) > TOLERANCE:
-            found.append(f"{_name(row)}: trained with the reward {row['score']:g}, its answer has {expected:g}")
+            found.append(f"{_name(row)}: trained with the reward {row['score']:g}, but its answer has {expected:g}")
     return found
 
 
@@ -94,7 +94,7 @@ def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
     ran = [(row, call) for row, call in calls if call["fault"] != Fault.INFRASTRUCTURE]
     truth = run_again({call["code"] for _, call in ran}, sandbox)
     return [
-        f"{_name(row)}: was told {call['stdout']!r} (exit code {call['exit_code']}), the program says "
+        f"{_name(row)}: was told {call['stdout']!r} (exit code {call['exit_code']}), but the program prints "
         f"{said.stdout!r} ({said.return_code})"
         for row, call in ran
         if cut((said := truth[call["code"]]).stdout) != call["stdout"] or said.return_code != call["exit_code"]
@@ -113,7 +113,7 @@ def lost_and_doubled(run: Path, rows: Iterable[Row], problems: int) -> tuple[lis
     trained = {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED}
     lost = [f"{uid} was open at a checkpoint and is gone" for uid in tally.lost]
     missing = trained - {uid for uid, _ in recorded}
-    lost += [f"{uid} trained, and the records have no rollout of it" for uid in sorted(missing)]
+    lost += [f"{uid} trained, but the records have no rollout of it" for uid in sorted(missing)]
     doubled = [f"{uid} was drawn twice" for uid in tally.drawn_twice]
     doubled += [f"{uid} ended twice" for uid in tally.wrong_ends]
     doubled += [f"{uid}_{session} is in the records {n} times" for (uid, session), n in recorded.items() if n > 1]

@@ -103,7 +103,7 @@ def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
     for number, row in enumerate(rows):
         expected = 2 * score_answer(_REPLY.sub("\n", row["output"]), row["gts"]).acc - 1
         if expected != row["score"]:
-            found.append(f"{number}: trained with the reward {row['score']:g}, its answer has {expected:g}")
+            found.append(f"{number}: trained with the reward {row['score']:g}, but its answer has {expected:g}")
     return found
 
 
@@ -138,9 +138,9 @@ def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) 
             answer = says[program]
             whole = f"{row['output']}\n<interpreter>\n{answer}\n</interpreter>\n"
             if told is not None and told != answer:
-                wrong.append(f"{number}: was told {told!r}, the program says {answer!r}")
+                wrong.append(f"{number}: was told {told!r}, but the program prints {answer!r}")
             if told is None and turns < sizes.turns and len(tokenizer.encode(whole)) < sizes.tokens:
-                wrong.append(f"{number}: ended at its call without an answer, the program says {answer!r}")
+                wrong.append(f"{number}: ended at its call without an answer, but the program prints {answer!r}")
     return wrong
 
 
@@ -158,7 +158,7 @@ def lost_and_doubled(rows: Sequence[Rollout], sizes: Sizes) -> tuple[list[str], 
     place = {question: number for number, question in enumerate(sizes.order)}
     last = max(place[question] for question in trained)
     gone = [each for each in sizes.order[: max(0, last + 1 - sizes.slack)] if not trained[each]]
-    lost = [f"{each!r} was drawn, and did not train" for each in gone]
+    lost = [f"{each!r} was drawn but did not train" for each in gone]
     lost += [f"{each!r} trained with {count} rollouts of {n}" for each, count in trained.items() if count < n]
     return lost, [f"{each!r} trained with {count} rollouts, not {n}" for each, count in trained.items() if count > n]
 

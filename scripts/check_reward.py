@@ -81,7 +81,7 @@ def compare_graders(judged: list[tuple[bool, Score, bool | None]]) -> tuple[int,
         )
     unasked = sum(verdict is None for _, _, verdict in judged)
     if unasked:
-        print(f"{unasked} answers are not shown to math-verify, which could hang on them: wrong in its row")
+        print(f"{unasked} answers were not given to math-verify, which might hang, and count as wrong in its row")
     table = Counter(ours)
     return table[True, True] + table[False, False], table[False, True]
 
@@ -99,13 +99,13 @@ def check_labelled(rows: list[dict[str, Any]], named: dict[str, str | None], *, 
                for role, names in COLUMNS.items()}  # fmt: skip
     if missing := [role for role, column in columns.items() if column not in rows[0]]:
         raise ValueError(
-            f"No column for {', '.join(missing)} among {', '.join(rows[0])}. Name it: --{missing[0]} COLUMN."
+            f"No column for {', '.join(missing)} among {', '.join(rows[0])}. Name it with --{missing[0]} COLUMN."
         )
     judged, left_out = [], Counter()
     for row in rows:
         written = str(row[columns["label"]]).strip().lower()
         if written not in LABELS:
-            raise ValueError(f"The label {written!r} is none of {', '.join(LABELS)}.")
+            raise ValueError(f"The label is {written!r}; expected one of {', '.join(LABELS)}.")
         label, gold, response = LABELS[written], str(row[columns["gold"]]), str(row[columns["response"]])
         if label is None or not gold.strip() or boxed_only and extract_answer(response) is None:
             left_out["label left open" if label is None else "no gold" if not gold.strip() else "no box"] += 1
@@ -254,8 +254,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", choices=[*CHECKS, "labelled"])
     parser.add_argument("file", type=Path)
     for role, names in COLUMNS.items():
-        parser.add_argument(f"--{role}", metavar="COLUMN", help=f"of `labelled` (default: the first of {names})")
-    parser.add_argument("--boxed-only", action="store_true", help="of `labelled`: leave out responses without a box")
+        parser.add_argument(f"--{role}", metavar="COLUMN", help=f"for `labelled` (default: the first of {names})")
+    parser.add_argument("--boxed-only", action="store_true", help="for `labelled`: leave out responses without a box")
     arguments = parser.parse_args(argv)
     rows = read_rows(arguments.file)
     if arguments.what == "labelled":

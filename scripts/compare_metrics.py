@@ -29,7 +29,7 @@ def read_run(path: Path) -> dict[int, dict[str, float]]:
             kept = {name: value for name, value in data.items() if not name.startswith(TIMES)}
             steps.setdefault(step, {}).update(kept)
     if not steps:
-        raise FileNotFoundError(f"The metrics of {path} have no step. Give the folder of a run that came to its first.")
+        raise FileNotFoundError(f"The metrics of {path} have no step. Name a run that has finished one.")
     return steps
 
 
@@ -50,7 +50,7 @@ def _is_equal(a: object, b: object) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs=2, type=Path, metavar="RUN", help="folder of a run, the quickstart's above it, or a metrics file"
+        "runs", nargs=2, type=Path, metavar="RUN", help="folder of a run or of a quickstart, or a metrics file"
     )
     runs = [read_run(path) for path in parser.parse_args().runs]
     found = differences(*runs)

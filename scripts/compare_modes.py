@@ -150,7 +150,7 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
 
     def watch() -> None:
         if time.monotonic() - began > timeout_s:
-            raise TimeoutError(f"{out} was not done within {timeout_s:g} s. Start the same command again.")
+            raise TimeoutError(f"{out} was not finished within {timeout_s:g} s. Run the same command again.")
 
     durable.make_folder(out)
     with (
@@ -246,8 +246,8 @@ def tokens_per_s(run: Path) -> float:
     groups, timed = read_groups(run), [uid for uid, step in trained.items() if step in seconds]
     if lost := [uid for uid in timed if uid not in groups]:
         raise ValueError(
-            f"{run}: the records lack {len(lost)} of {len(timed)} groups that were trained on, {lost[0]} of step "
-            f"{trained[lost[0]]} first: tokens cannot be counted. Delete the folder, and the run is made again."
+            f"{run}: the records lack {len(lost)} of {len(timed)} groups that were trained on, first {lost[0]} of step "
+            f"{trained[lost[0]]}, so tokens cannot be counted. Delete the folder to repeat the run."
         )
     return sum(groups[uid].tokens for uid in timed) / sum(seconds.values())
 
@@ -257,7 +257,7 @@ def taken_table(run: Path) -> str:
     drawn, trained = read_ledger(run)
     groups = read_groups(run)
     if not (groups and trained):
-        what = "trained on no group" if groups else "has no records of rollouts in training: see retool.recorder"
+        what = "trained on no group" if groups else "has no records of training rollouts (see retool.recorder)"
         raise ValueError(f"{run} {what}.")
     head = ["steps", *(f"{name}: drawn, taken" for name in ("latency (s)", "tokens", "calls", "acc")), "age (steps)"]
     lines = [head, ["---"] * len(head)]
@@ -320,13 +320,13 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", type=Path, metavar="RUN", help="print the table of one RL run, and run nothing")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="these modes (default: all)")
-    parser.add_argument("--means", type=float, nargs="+", default=list(MEANS), help="mean latencies in s (.5 2)")
+    parser.add_argument("--show", type=Path, metavar="RUN", help="only print the table of this RL run")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="only these modes (default: all)")
+    parser.add_argument("--means", type=float, nargs="+", default=list(MEANS), help="mean latencies, s (default: .5 2)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--max-runs", type=int, help="end after so many runs")
-    parser.add_argument("--timeout-s", type=float, default=1800, help="end a run that takes longer (default: 1800)")
+    parser.add_argument("--max-runs", type=int, help="end after this many runs")
+    parser.add_argument("--timeout-s", type=float, default=1800, help="stop a run that takes longer (default: 1800)")
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "modes", help="of the runs")
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
@@ -359,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 begin(run, settings[cell])
                 run_cell(cell, source, run, args.steps, args.overrides, args.timeout_s)
             if not is_done(run, args.steps):
-                raise ValueError(f"{run} ended without {ACCURACY} of step {args.steps}; its log.txt may say why.")
+                raise ValueError(f"{run} ended without {ACCURACY} of step {args.steps}; see its log.txt.")
             figures = {"tokens_per_s": round(tokens_per_s(run), 1), "accuracy": steps_of(run)[args.steps][ACCURACY]}
         except (CommandFailed, NotWhole, TimeoutError, ValueError) as error:
             print(f"{cell} failed: {error}", flush=True)
@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{mode_table(found, args.means)}")
     if failed:
         told = "\n".join(f"{cell}: {why}" for cell, why in failed.items())
-        sys.exit(f"compare_modes.py: not done, and the next call tries them again:\n{told}")
+        sys.exit(f"compare_modes.py: these runs failed; the next call tries them again:\n{told}")
 
 
 if __name__ == "__main__":

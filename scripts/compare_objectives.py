@@ -175,7 +175,7 @@ def mode_table(objectives: Sequence[str], modes: Sequence[str], seconds: Mapping
     lines = [["objective", *modes], ["---"] * (1 + len(modes))]
     lines += [[name, *(text((name, mode)) for mode in modes)] for name in objectives]
     times = [[took for (_, each), took in seconds.items() if each == mode] for mode in modes]
-    lines.append(["mean of those that are ok", *(f"{fmean(took):.0f} s" if took else "-" for took in times)])
+    lines.append(["mean of the runs that are ok", *(f"{fmean(took):.0f} s" if took else "-" for took in times)])
     return markdown(lines)
 
 
@@ -252,13 +252,13 @@ def cells_of(wanted: Mapping[str, Sequence[int]], modes: Sequence[str]) -> Itera
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every-mode", action="store_true", help="every preset, in every mode, three steps, seed 0")
+    parser.add_argument("--every-mode", action="store_true", help="run every preset in every mode, three steps, seed 0")
     parser.add_argument("--only", nargs="+", choices=OBJECTIVES, metavar="NAME", help="these objectives")
-    parser.add_argument("--mode", choices=MODES, help="this mode (default: sync, with --every-mode all)")
-    seeds = f"of each objective (default: 0 1 2 of {' '.join(COMPARED)}, 0 of the others)"
+    parser.add_argument("--mode", choices=MODES, help="run only this mode (default: sync; with --every-mode: all)")
+    seeds = f"seeds of each objective (default: 0 1 2 for {' '.join(COMPARED)}, 0 for the others)"
     parser.add_argument("--seeds", type=int, nargs="+", help=seeds)
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
-    parser.add_argument("--out", type=Path, help="of the runs (default: outputs/objectives or objective_modes)")
+    parser.add_argument("--out", type=Path, help="folder of the runs (default: outputs/objectives or objective_modes)")
     parser.add_argument("--results", type=Path, help="folder of the results and the picture (default: --out)")
     args = parser.parse_args(argv)
     short = args.every_mode

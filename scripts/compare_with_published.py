@@ -57,7 +57,7 @@ COMPARED = {
             "mean score",
             "critic/score/mean",
             "critic/score/mean",
-            "published: wrong answers got up to 0.4 more for tool calls. Yours: of the groups trained on",
+            "published: up to 0.4 more for wrong answers with tool calls. Yours: over the groups trained on",
         ),
         Compared(HELD_OUT, "share right", "val-core/aime_2025/acc/mean@30", "val-core/<data source>/acc/mean@<n>"),
         Compared("response length", "tokens", "response_length/mean", "response_length/mean", "tool output included"),
@@ -66,11 +66,11 @@ COMPARED = {
             "share of responses",
             "response_length/clip_ratio",
             "train/truncation_rate",
-            "published: as long as the batch's longest, which was the limit. Yours: of all that was generated",
+            "published: as long as the batch's longest, which was the limit. Yours: over all that was generated",
         ),
         Compared("turns", "per response", "num_turns/mean", "num_turns/mean", "2 + 2 x calls; 2 is no call"),
         Compared("entropy", "nats per token", "actor/entropy", "actor/entropy"),
-        Compared("KL of an update", "nats per token", "actor/ppo_kl", "actor/ppo_kl", "policy from its old log-probs"),
+        Compared("KL of an update", "nats per token", "actor/ppo_kl", "actor/ppo_kl", "policy to its old log-probs"),
         Compared("clipped tokens", "share of tokens", "actor/pg_clipfrac", "actor/pg_clipfrac"),
         Compared("gradient norm", "before clipping", "actor/grad_norm", "actor/grad_norm"),
         Compared("step", "seconds", "timing_s/step", "timing_s/step", "without validation"),
@@ -96,13 +96,13 @@ COMPARED = {
 MOVED: dict[str, tuple[str | None, str]] = {
     r"perf/(max_memory_allocated|max_memory_reserved|cpu_memory_used)_gb": (r"actor/perf/\1_gb", ""),
     r"val-aux/.*?/score/(.*)": (r"val-aux/<data source>/reward/\1", "score and reward were the same number"),
-    r"timing_s/agent_loop/tool_calls/mean": ("tool/seconds", "was the mean of a response's calls; is of one call"),
+    r"timing_s/agent_loop/tool_calls/mean": ("tool/seconds", "was the mean over a response's calls, is per call"),
     r"timing_s/agent_loop/.*": (None, "verl 0.9.1 does not measure the loop; tool/time_share and trajectories/ do"),
     r"timing_s/reward": (None, "rewards are computed within the rollouts"),
     r"timing_s/(start|stop)_profile": (None, "not measured"),
     r"response_length/clip_ratio": (
         "train/truncation_rate",
-        "the old key exists: of the batch, without the groups that were replaced",
+        "the old key exists, but covers only the batch, without the groups that were replaced",
     ),
     r"train/lr\(1e-3\)": ("train/lr", "was in thousandths"),
     r"train/time\(s\)": (None, "verl 0.9.1's SFT trainer logs no time"),
@@ -164,8 +164,8 @@ def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str,
     if paths and not any(part.own_curves(metric.today) for metric in COMPARED[name]):
         found = ", ".join(sorted({key for values in own.steps.values() for key in values})[:5]) or "nothing"
         raise ValueError(
-            f"{', '.join(map(str, paths))}: none of the metrics of {name.upper()} is there, but {found}. Expected "
-            f"{', '.join(metric.today for metric in COMPARED[name][:2])}. SFT belongs to --sft, RL to --run."
+            f"{', '.join(map(str, paths))} has no metrics of {name.upper()}; it has {found}. Expected "
+            f"{', '.join(metric.today for metric in COMPARED[name][:2])}. Name SFT runs with --sft, RL runs with --run."
         )
     if paths and batch is None and align != "step":
         part = part._replace(own_batch=read_batch(name, files[0].parent / "hydra" / "config.yaml"))
@@ -179,7 +179,7 @@ def read_batch(name: str, config: Path) -> Batch:
         ValueError: it is not there, or has no batch size.
     """
     if not config.is_file():
-        raise ValueError(f"No {config}, so the batch of your run is unknown. Give it: --{name}-batch PROMPTS[,UPDATES]")
+        raise ValueError(f"No {config}, so the batch of your run is unknown. Set --{name}-batch PROMPTS[,UPDATES]")
     values = yaml.safe_load(config.read_text(encoding="utf-8"))
     try:
         prompts = values["data"]["train_batch_size"]
@@ -295,20 +295,20 @@ def _value_at_end(published: Series | None, own: Series | None) -> tuple[float, 
 def _batch(text: str) -> Batch:
     found = re.fullmatch(r"([1-9]\d*)(?:,([1-9]\d*))?", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no batch; expected PROMPTS or PROMPTS,UPDATES, such as 512,8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a batch; expected PROMPTS or PROMPTS,UPDATES, such as 512,8")
     return Batch(int(found[1]), int(found[2] or 1))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description="A run's metrics beside those of the published ReTool run: an HTML page, and a table."
+        description="Compare a run's metrics with those of the published ReTool run, on an HTML page and in a table."
     )
     parser.add_argument(
         "--run",
         type=Path,
         nargs="+",
         default=[],
-        help="an RL run: its folder, the quickstart's above it, or metrics-*.jsonl",
+        help="RL run: its folder, the folder of its quickstart, or metrics-*.jsonl",
     )
     parser.add_argument("--sft", type=Path, nargs="+", default=[], help="an SFT run, likewise")
     parser.add_argument("--no-published", action="store_true", help="your run only")
@@ -316,21 +316,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--align",
         choices=ALIGNMENTS,
         default="step",
-        help="the x axis: trainer steps (default), optimizer updates, or prompts (SFT: traces) trained on. A published "
-        "step is 512 prompts and 8 updates, in SFT 32 traces and 1 update",
+        help="x axis: trainer steps (default), optimizer updates, or prompts (SFT: traces) trained on. A published "
+        "step has 512 prompts and 8 updates, in SFT 32 traces and 1 update",
     )
     for name in PUBLISHED_BATCH:
         parser.add_argument(
             f"--{name}-batch",
             type=_batch,
             metavar="P[,U]",
-            help="prompts and updates per step of yours, if not in hydra/",
+            help="prompts and updates per step of your run, if hydra/ lacks them",
         )
     parser.add_argument("--out", type=Path, default=Path("outputs/compare.html"), help="default: outputs/compare.html")
     parser.add_argument("--picture", type=Path, help="also write the charts as one SVG file")
     args = parser.parse_args(argv)
     if args.no_published and not (args.run or args.sft):
-        parser.error("--no-published needs --run or --sft: there is nothing else to show.")
+        parser.error("--no-published needs --run or --sft, because there is nothing else to show.")
     wanted = {"rl": (args.run, args.rl_batch), "sft": (args.sft, args.sft_batch)}
     try:
         parts = [

@@ -63,7 +63,7 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
     if noted.exists() and json.loads(noted.read_text()) != settings:
         raise SystemExit(
             f"{work} holds samples of other settings:\n  there: {noted.read_text()}\n  now:   {json.dumps(settings)}\n"
-            "Delete it, or use the same settings."
+            "Delete the folder, or use the same settings."
         )
     durable.write_text(noted, json.dumps(settings))
     url = os.environ.get("SANDBOX_URL")
@@ -133,15 +133,15 @@ def filter_problems(
     own, unknown, failed = tally_past_samples(dumps, rows, args.data)
     teacher = tally_past_samples(teachers, rows, args.data)[0] if teachers else None
     if unknown:
-        print(f"{unknown:,} samples are of problems that {args.data} does not have: not counted")
+        print(f"{unknown:,} samples are not counted: {args.data} lacks their problems")
     if failed:
-        print(f"{failed:,} samples that sandbox, server or verifier failed are left out")
+        print(f"{failed:,} samples are left out, because sandbox, server or verifier failed")
     unjudged = [row for row, each in enumerate(own) if not each.judged]
     if unjudged and args.unjudged == "error":
         raise SystemExit(
-            f"{len(unjudged):,} of {len(rows):,} problems have no judged sample (the first is row {unjudged[0]}): not "
-            "in the dumps, over data.max_prompt_length, or failed by sandbox or verifier. Give more --dumps, or say "
-            "--unjudged keep or --unjudged drop."
+            f"{len(unjudged):,} of {len(rows):,} problems have no judged sample (the first is row {unjudged[0]}). "
+            "They are not in the dumps, over data.max_prompt_length, or sandbox or verifier failed. Name more --dumps, "
+            "or set --unjudged keep or --unjudged drop."
         )
     max_rate = MAX_RATES[args.band] if args.max_rate is None else args.max_rate
     must_be_solved = args.band == "rarely-solved" or teacher is not None
@@ -169,18 +169,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="parquet of the rows that are kept")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--dumps", type=Path, nargs="+", metavar="PATH", help="past runs, or files of samples")
-    source.add_argument("--generate", type=Path, metavar="LAUNCHER", help="of recipe/retool; reads its variables")
+    source.add_argument("--generate", type=Path, metavar="LAUNCHER", help="of recipe/retool, with its variables")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for --generate")
-    parser.add_argument("--samples", type=int, default=8, help="of each problem (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="samples per problem (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="problems per start of the launcher (default: 2048)")
     parser.add_argument("--band", choices=MAX_RATES, default="not-easy", help="default: %(default)s")
-    parser.add_argument("--max-rate", type=float, help="another upper end of the band, 0 to 1")
-    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="the same of a stronger model")
+    parser.add_argument("--max-rate", type=float, help="upper end of the band, 0 to 1")
+    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="as --dumps, of a stronger model")
     parser.add_argument(
         "--unjudged",
         choices=("error", "keep", "drop"),
         default="error",
-        help="what becomes of problems without a judged sample (default: %(default)s)",
+        help="what to do with problems without a judged sample (default: %(default)s)",
     )
     args = parser.parse_args()
     if args.overrides and not args.generate:

@@ -65,7 +65,7 @@ def check(response: str, gold: str) -> str | None:
     cpu, wall = time.process_time(), time.monotonic()
     score = score_answer(response, gold)
     if score.verdict not in VERDICTS or (score.acc is None) != (score.verdict == "unknown"):
-        return f"no proper verdict: {score}"
+        return f"not a proper verdict: {score}"
     if time.process_time() - cpu > OWN_CPU_S or time.monotonic() - wall > WALL_S:
         return f"took {time.process_time() - cpu:.1f} s of CPU, {time.monotonic() - wall:.1f} s: {score}"
     pred = score.pred.removeprefix("-")
@@ -115,7 +115,7 @@ def fuzz(seconds: float, seed: int) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument("--seed", type=int, default=None, help="default: a different one each time")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)

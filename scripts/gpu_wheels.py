@@ -95,7 +95,7 @@ def fetch(name: str, version: str, python: str, folder: Path) -> str:
             if command[3] != "wheel" or built is None or built.name.endswith("-none-any.whl"):
                 return ""
             built.unlink()
-            return f"it is compiled for a Python, and was built for this one ({built.name})"
+            return f"it depends on the version of Python and was built for this one ({built.name})"
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "pip failed")
     return said
 
@@ -118,7 +118,7 @@ def make(out: Path, python: str, only: list[str], skip: list[str], part_mib: flo
     for name, why in failed.items():
         print(f"{name}=={pins[name]}: {why}")
     if failed:
-        print(f"{len(failed)} of {len(pins)} failed. The same command tries them again, --skip leaves them out.")
+        print(f"{len(failed)} of {len(pins)} failed. Run the same command again, or leave them out with --skip.")
         return 1
     parts = split(whole, out, int(part_mib * 2**20), python)
     print(f"{len(pins)} packages in {parts} parts of at most {part_mib:g} MiB")
@@ -149,7 +149,7 @@ def split(whole: Path, out: Path, part_bytes: int, python: str) -> int:
                 free -= len(content)
     manifest = json.dumps({"python": python, "files": files}, indent=0)
     if len(manifest) > 2**16:
-        raise SystemExit(f"gpu_wheels: the checksums take {len(manifest)} bytes, expected at most {2**16}")
+        raise SystemExit(f"gpu_wheels: the checksums take {len(manifest)} bytes; expected at most {2**16}")
     for part in sorted(unfinished.glob("part-*")):
         (part / MANIFEST).write_text(manifest)
         os.replace(part, out / part.name)
@@ -176,11 +176,11 @@ def available(folder: Path, joined: Path) -> Iterator[tuple[Path | None, str]]:
         yield from ((path, "") for name, path in there.items() if name.endswith((".whl", ".tar.gz")))
         return
     if len(manifests) > 1:
-        raise SystemExit(f"gpu_wheels: {folder} has parts of {len(manifests)} calls of make, expected those of one")
+        raise SystemExit(f"gpu_wheels: {folder} has parts of {len(manifests)} calls of make; expected those of one")
     manifest, here = json.loads(manifests.pop()), running_python()
     if manifest["python"] != here:
         raise SystemExit(
-            f"gpu_wheels: {folder} is for Python {manifest['python']}, and this is Python {here} ({sys.executable}). "
+            f"gpu_wheels: {folder} is for Python {manifest['python']}, but this is Python {here} ({sys.executable}). "
             f"Run it with python{manifest['python']}, or make the parts with --python {here}."
         )
     for name, entry in manifest["files"].items():
@@ -195,7 +195,7 @@ def available(folder: Path, joined: Path) -> Iterator[tuple[Path | None, str]]:
                 for piece in entry["pieces"]:
                     whole.write(there[piece].read_bytes())
         if sha256(path) != entry["sha256"]:
-            yield None, f"{name}: its checksum is not that of {MANIFEST}; send its parts again"
+            yield None, f"{name}: its checksum differs from that in {MANIFEST}; send its parts again"
         else:
             yield path, ""
 
@@ -244,13 +244,13 @@ def main() -> int:
     making = commands.add_parser("make")
     making.add_argument("--out", type=Path, required=True)
     making.add_argument(
-        "--python", choices=["3.11", "3.12"], default="3.12", help="of that machine (default: %(default)s)"
+        "--python", choices=["3.11", "3.12"], default="3.12", help="version on that machine (default: %(default)s)"
     )
     making.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="packages, * for any letters; default: all"
+        "--only", nargs="+", default=[], metavar="NAME", help="packages to fetch, * for any letters (default: all)"
     )
-    making.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="packages that the machine has")
-    making.add_argument("--part-mib", type=float, default=PART_MIB, help="of a part (default: %(default)s)")
+    making.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="packages to leave out")
+    making.add_argument("--part-mib", type=float, default=PART_MIB, help="size of a part (default: %(default)s)")
     for name in ("check", "install"):
         command = commands.add_parser(name)
         command.add_argument("folder", type=Path)
@@ -259,10 +259,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.command == "make":
         if [*args.out.glob("part-*")] and not (args.out / WHOLE).is_dir():
-            raise SystemExit(f"gpu_wheels: {args.out} has parts already; name another folder")
+            raise SystemExit(f"gpu_wheels: {args.out} already has parts. Name another folder")
         return make(args.out, args.python, args.only, args.skip, args.part_mib)
     if not args.folder.is_dir():
-        raise SystemExit(f"gpu_wheels: {args.folder} is no folder")
+        raise SystemExit(f"gpu_wheels: {args.folder} is not a folder")
     return install(args.folder, args.site if args.command == "install" else None)
 
 

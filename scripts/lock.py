@@ -125,7 +125,7 @@ def walk(
                 children = requires(name)
             except KeyError:
                 sys.exit(
-                    f"lock.py: {parent} requires {requirement}, which is not there. Install it without dependencies, "
+                    f"lock.py: {parent} requires {requirement}, which is missing. Install it without dependencies, "
                     "or add it to NOT_INSTALLED with the reason why nothing imports it."
                 )
             todo += [(Requirement(child), name, wanted) for child in children]
@@ -215,7 +215,7 @@ def main() -> None:
         path.write_text(text)
         print(f"{path.relative_to(ROOT)}: {len(read_lock(path))} pins")
     elif not path.exists() or path.read_text() != text:
-        sys.exit(f"{path.relative_to(ROOT)} is not what `python scripts/lock.py {args.hardware}` writes here. Run it.")
+        sys.exit(f"{path.relative_to(ROOT)} is out of date. Run: python scripts/lock.py {args.hardware}")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def has_begun(folder: Path, settings: Mapping[str, Any], writes: str) -> bool:
     advice = f"Delete it, or write elsewhere with --out.\n  now:   {dict(settings)}"
     if not (folder / BEGUN).is_file():
         if any(folder.glob(writes)):
-            raise ValueError(f"{folder} was not begun by this script. {advice}")
+            raise ValueError(f"{folder} was not started by this script. {advice}")
         return False
     if (there := json.loads((folder / BEGUN).read_text())) != settings:
-        raise ValueError(f"{folder} began with other settings. {advice}\n  there: {there}")
+        raise ValueError(f"{folder} was started with other settings. {advice}\n  there: {there}")
     return True
 
 
@@ -58,7 +58,7 @@ class Published:
 
     def __init__(self, path: Path):
         self._path = path
-        expected = "an object with `run`, the name of the run: delete the line, and the run is made again"
+        expected = "an object with `run`, the name of the run (delete the line to repeat the run)"
         lines = jsonl.read(path, lambda row: (str(row["run"]), row), expected) if path.exists() else ()
         self.rows: dict[str, dict[str, Any]] = dict(lines)
 
@@ -73,7 +73,7 @@ class Published:
         if (there := self.rows[run].get("settings")) != settings:
             raise ValueError(
                 f"{self._path}: {run} was made with other settings.\n  there: {there}\n  now:   {dict(settings)}\n"
-                "Name another file with --results, or delete the line, and the run is made again."
+                "Name another file with --results, or delete the line to repeat the run."
             )
         return True
 

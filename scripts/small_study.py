@@ -163,8 +163,8 @@ def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
         judged, wanted = (result["samples"][name] for name in ("judged", "wanted"))
         if judged < ENOUGH_JUDGED * wanted:
             raise ValueError(
-                f"{out}: {judged} of {wanted} samples are judged, expected {ENOUGH_JUDGED:.0%}. Its result.md says why "
-                "the others are not; the same command takes them."
+                f"{out}: {judged} of {wanted} samples are judged; expected {ENOUGH_JUDGED:.0%}. Its result.md says why "
+                "the others are not. Run the same command again to judge them."
             )
         found[kind] = result["figures"][SOURCE]["metrics"]["acc/mean@k"]
         if n > 1:
@@ -222,7 +222,7 @@ def curves(results: Mapping[str, Mapping]) -> list[Chart]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=REPO / "outputs" / "seeds_small", help="of scripts/seeds.py")
-    parser.add_argument("--problems", type=int, default=96, help="evaluated greedily and eight times (default: 96)")
+    parser.add_argument("--problems", type=int, default=96, help="to evaluate greedily and eight times (default: 96)")
     parser.add_argument("--results", type=Path, help="default: study.jsonl in --runs")
     parser.add_argument("--curves", type=Path, help="results of seeds.py (default: results.jsonl in --runs)")
     parser.add_argument("--picture", type=Path, help="SVG file of the curves (default: small.svg in --runs)")
@@ -230,10 +230,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     studies = Published(args.results or args.runs / "study.jsonl")
     runs = sorted(path.parent for path in args.runs.glob("*/summary.json"))
     if not studies.rows and not runs:
-        parser.error(f"{args.runs} has no finished run. Make them: .venv/bin/python scripts/seeds.py --model small")
+        parser.error(f"{args.runs} has no finished run. Start them: .venv/bin/python scripts/seeds.py --model small")
     curves_in = args.curves or args.runs / "results.jsonl"
     if not (results := Published(curves_in).rows):
-        parser.error(f"{curves_in} has no result. Name by --curves the file that scripts/seeds.py had as --results.")
+        parser.error(f"{curves_in} has no result. Set --curves to the --results of scripts/seeds.py.")
     settings = {"problems": args.problems}
     try:
         for run in runs:

@@ -113,7 +113,7 @@ def count_calls(run: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=130)
-    parser.add_argument("--calls", type=int, default=24000, help="that the run must have made (default: 24000)")
+    parser.add_argument("--calls", type=int, default=24000, help="tool calls that the run must make (default: 24000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "soak")
@@ -142,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     usages = list(jsonl.read(usage_to))
     for key, most in MAX_MORE.items():
         before, after = growth(usages, key)
-        checks[f"{key}: {before:g}, at the end {after:g}"] = after <= before * (1 + most)
-    print(f"rollouts that infrastructure failed: {result['excluded'] or 'none'}")
+        checks[f"{key}: {before:g} at the start, {after:g} at the end"] = after <= before * (1 + most)
+    print(f"rollouts lost to infrastructure failures: {result['excluded'] or 'none'}")
     for text, holds in checks.items():
         print(f"{'ok' if holds else 'NOT OK':6}  {text}")
     sys.exit(not all(checks.values()))

@@ -178,12 +178,12 @@ def run_missing(
                 durable.append_line(file, jsonl.dumps(result))
                 print(
                     f"{place}: accuracy {result['before']:.3f} -> {result['after']:.3f}, "
-                    f"{result['cpu_s_per_step']:.2f} CPU-s a step",
+                    f"{result['cpu_s_per_step']:.2f} CPU-s per step",
                     flush=True,
                 )
         if left and not is_alone:
             under_way = ", ".join(cell.name for cell in left[:most])  # the pool takes them in order
-            print(f"A process was killed, for want of memory perhaps; tried again: {under_way}", flush=True)
+            print(f"A process was killed, perhaps for lack of memory; trying again: {under_way}", flush=True)
         is_alone = len(left) == before  # the culprit shows when the next cell runs alone
     return failed
 
@@ -210,16 +210,15 @@ def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]], wante
         sft = there["from"].get(SFT)
         if sft != sft_of.setdefault(cell.seed, sft):
             raise ValueError(
-                f"{file}: {cell.name} began from the SFT {sft}, and the other runs of seed {cell.seed}, made or "
-                f"to be made, from {sft_of[cell.seed]}. Name the quickstart of the first with --quickstart or another "
-                f"folder with --out, or delete all lines of seed {cell.seed}, and its runs are made again."
+                f"{file}: {cell.name} started from the SFT {sft}, but the other runs of seed {cell.seed}, finished "
+                f"or not, from {sft_of[cell.seed]}. Name the quickstart of the former with --quickstart or another "
+                f"folder with --out, or delete all lines of seed {cell.seed} to repeat its runs."
             )
         now = settings.get(cell)
         if now is None or _but_sft(there) != _but_sft(now) or {result["steps"]} != steps:
             raise ValueError(
                 f"{file}: {cell.name} was made with other settings.\n  there: {there}\n  now:   "
-                f"{now}\nName another folder with --out, or delete the line, and the run is made "
-                "again."
+                f"{now}\nName another folder with --out, or delete the line to repeat the run."
             )
 
 
@@ -235,7 +234,7 @@ def chosen(words: Sequence[str]) -> Cell:
         conditions = ", ".join(f"{each} {'bf16' if bf16 else 'fp32'}" for each, bf16 in CONDITIONS)
         seeds = ", ".join(map(str, SEEDS))
         raise ValueError(
-            f"--cell {' '.join(words)} is not in the map: expected one of {', '.join(OBJECTIVES)}; "
+            f"--cell {' '.join(words)} is not in the map; expected one of {', '.join(OBJECTIVES)}; "
             f"one of {conditions}; a seed of {seeds}."
         )
     return found[0]
@@ -244,13 +243,13 @@ def chosen(words: Sequence[str]) -> Cell:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("OBJECTIVE", "STALENESS", "PRECISION", "SEED")
-    parser.add_argument("--cell", nargs=4, metavar=names, help="this run alone")
-    parser.add_argument("--maps", action="store_true", help="no run and no check of its settings, the maps alone")
-    parser.add_argument("--steps", type=int, default=80, help="of a run (default: 80)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: one a core)")
-    parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="has data/ and sft/merged/")
+    parser.add_argument("--cell", nargs=4, metavar=names, help="make only this run")
+    parser.add_argument("--maps", action="store_true", help="only draw the maps, without runs or checks")
+    parser.add_argument("--steps", type=int, default=80, help="steps of a run (default: 80)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
+    parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="with data/, sft/merged/")
     parser.add_argument(
-        "--out", type=Path, default=REPO / "docs" / "evidence" / "objectives", help="of the runs and the maps"
+        "--out", type=Path, default=REPO / "docs" / "evidence" / "objectives", help="folder of the runs and the maps"
     )
     args = parser.parse_args(argv)
     file, failed = args.out / RUNS, {}
@@ -271,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"stability_map.py: {error}")
     if failed:
         told = "\n".join(f"{cell.name}: {why}" for cell, why in failed.items())
-        sys.exit(f"stability_map.py: not run, and the next call tries them again:\n{told}")
+        sys.exit(f"stability_map.py: these runs failed; the next call tries them again:\n{told}")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("load", "soak", "burst"))
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120, help="of load")
-    parser.add_argument("--requests", type=int, help="of soak (default: 20000) or burst (45000)")
+    parser.add_argument("--requests", type=int, help="requests of soak (default: 20000) or burst (default: 45000)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--isolation", default="auto", help="as the server's")
     args = parser.parse_args()
@@ -95,7 +95,7 @@ async def load(url: str, args: argparse.Namespace) -> list[str]:
         while True:
             await asyncio.sleep(min(10, args.seconds / 4))
             rate = len(latencies) / (time.monotonic() - started)
-            print(f"{time.monotonic() - started:5.0f} s  {len(latencies)} answers, {rate:.0f} a second", flush=True)
+            print(f"{time.monotonic() - started:5.0f} s  {len(latencies)} answers, {rate:.0f} per second", flush=True)
 
     shown = asyncio.create_task(show())
     code, _, _ = PROGRAMS["print"]
@@ -137,10 +137,10 @@ async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> li
     seconds, cpu_s = time.monotonic() - started, cpu_time_s(server) - cpu_s
     await client.aclose()
     print(f"{dict(counts)}, {len(faults)} wrong")
-    print(f"{seconds:.0f} s; {cpu_s / num_requests * 1e3:.1f} CPU-ms a call: {cpu_s / 2:.0f} s of two cores")
+    print(f"{seconds:.0f} s; {cpu_s / num_requests * 1e3:.1f} CPU-ms per call: {cpu_s / 2:.0f} s of two cores")
     most_s = MAX_BURST_S * num_requests / BURST
     if args.mode == "burst" and seconds > most_s:
-        faults.append(f"it took {seconds:.0f} s, expected at most {most_s:.0f}")
+        faults.append(f"it took {seconds:.0f} s; expected at most {most_s:.0f}")
     first, last = states[0], states[-1]
     if last.memory_mb > first.memory_mb + MAX_GROWTH_MB:
         faults.append(f"memory grew from {first.memory_mb:.1f} to {last.memory_mb:.1f} MB")

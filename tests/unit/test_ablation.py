@@ -247,7 +247,7 @@ def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path,
     assert [name for name, *_ in began] == ["static_0", "keep_0", "static_1", "keep_1"]
     with pytest.raises(SystemExit):
         script.main([*options, "--steps", "4"])
-    assert "leaves no step in the window: expected at least 5" in capsys.readouterr().err
+    assert "leaves no step in the window; expected at least 5" in capsys.readouterr().err
     monkeypatch.setattr(script, "SHARED", (*script.SHARED, "objective=grpo"))
     with pytest.raises(SystemExit, match="static_0 was made with other settings"):
         script.main(options)

@@ -238,7 +238,7 @@ def test_records_are_a_share_of_a_step_and_the_validation_after_it(load_script, 
         store.write(path, "trajectories", [{"uid": "a"}], {CPU_KEY: seconds})
     times = {"timing_s/step": 1.0, "timing_s/testing": 2.0}
     (tmp_path / "metrics-1.jsonl").write_text(json.dumps({"step": 1, "data": times}) + "\n")
-    assert script.share_of(tmp_path).endswith("records took 30.0 CPU-ms a step, 0.50% of the cores")
+    assert script.share_of(tmp_path).endswith("records took 30.0 CPU-ms per step, 0.50% of the cores")
     (tmp_path / "metrics-1.jsonl").write_text(json.dumps({"step": 1, "data": {"timing_s/step": 1.0}}) + "\n")
     with pytest.raises(SystemExit, match="1.50% of the cores, more than 1%"):
         script.share_of(tmp_path)

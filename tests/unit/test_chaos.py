@@ -72,8 +72,8 @@ def test_a_reward_that_is_not_the_answers_is_found(measure, run_of):
     rows = measure.trained_rollouts(run)
     assert [row["uid"] for row in rows] == ["a", "b", "c", "d", "e"]
     assert measure.wrong_scores(rows) == [
-        "b_0: trained with the reward -1, its answer has 1",
-        "c_0: trained with the reward 1, its answer has -1",
+        "b_0: trained with the reward -1, but its answer has 1",
+        "c_0: trained with the reward 1, but its answer has -1",
     ]
 
 
@@ -130,7 +130,7 @@ def test_prompts_that_are_lost_or_doubled_are_found(measure, run_of):
     bad = [*good, record(2, "ac", {"b": "equal", "c": "trained"}), record(3, "d", in_queue=1), record(3, lost=["d"])]
     run = run_of(rollout("a"), rollout("a"), ledger=bad)
     lost, doubled = measure.lost_and_doubled(run, measure.trained_rollouts(run), 5)
-    assert lost == ["d was open at a checkpoint and is gone", "c trained, and the records have no rollout of it"]
+    assert lost == ["d was open at a checkpoint and is gone", "c trained, but the records have no rollout of it"]
     assert doubled == [
         "a was drawn twice",
         "b ended twice",
@@ -314,7 +314,7 @@ def test_an_engine_is_hit_and_nothing_else(faults, sleeper, tmp_path):
     while sleeper.status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline, sleeper.status()
         time.sleep(0.01)
-    with pytest.raises(faults.Missed, match="no process of the run is an engine"):
+    with pytest.raises(faults.Missed, match="names no process of the run that is an engine"):
         faults.engine_killed(scene_of(faults, tmp_path, processes=[psutil.Process()]))
 
 

@@ -42,8 +42,8 @@ def said(code, answer):
 def test_a_reward_that_is_not_the_answers_is_found(stock):
     rows = [row(r"\boxed{7}"), row(r"\boxed{7}", -1.0), row(r"\boxed{8}"), row(said("print(1)", r"\boxed{7}"), -1.0)]
     assert stock.wrong_scores(rows) == [
-        "1: trained with the reward -1, its answer has 1",
-        "2: trained with the reward 1, its answer has -1",
+        "1: trained with the reward -1, but its answer has 1",
+        "2: trained with the reward 1, but its answer has -1",
     ]
 
 
@@ -77,15 +77,15 @@ def test_what_no_program_said_is_found_and_an_end_at_a_call_that_had_room(stock,
         row(answered * 2 + call),  # the last turn that a response may have
     ]
     assert stock.wrong_answers_of_tools(rows, "http://127.0.0.1:1", stock.Sizes("", [], 8, tokens=200, turns=3)) == [
-        "2: was told \"Error executing tool 'python'\", the program says '7'",
-        "3: ended at its call without an answer, the program says '7'",
+        "2: was told \"Error executing tool 'python'\", but the program prints '7'",
+        "3: ended at its call without an answer, but the program prints '7'",
     ]
 
 
 def test_prompts_that_are_lost_or_doubled_are_found_by_the_order_in_which_they_are_drawn(stock):
     rows = [row("", question=question) for question in "aabbbd"]
     lost, doubled = stock.lost_and_doubled(rows, stock.Sizes("", "abcdef", 2, 99, 9))
-    assert lost == ["'c' was drawn, and did not train", "'d' trained with 1 rollouts of 2"]
+    assert lost == ["'c' was drawn but did not train", "'d' trained with 1 rollouts of 2"]
     assert doubled == ["'b' trained with 3 rollouts, not 2"]
     assert stock.lost_and_doubled(rows[:4], stock.Sizes("", "acb", 2, 99, 9, slack=2)) == ([], []), (
         "what may be under way is not lost"

@@ -136,7 +136,7 @@ def test_a_group_that_the_records_lack_is_named(script, run):
     line = {"step": 4, "drawn": {}, "ends": {"d": "trained"}}
     with open(run / "prompts.jsonl", "a") as ledger:
         ledger.write(f"{json.dumps(line)}\n")
-    with pytest.raises(ValueError, match="the records lack 1 of 3 groups that were trained on, d of step 4 first"):
+    with pytest.raises(ValueError, match="the records lack 1 of 3 groups that were trained on, first d of step 4"):
         script.tokens_per_s(run)
 
 
@@ -175,7 +175,7 @@ def test_the_table_is_shown_of_the_quickstarts_folder_and_what_is_none_is_named(
     with pytest.raises(SystemExit, match="No run at"):
         script.main(["--show", str(whole / "misspelt")])
     shutil.rmtree(whole / "rl" / "records")
-    with pytest.raises(SystemExit, match="has no records of rollouts in training"):
+    with pytest.raises(SystemExit, match="has no records of training rollouts"):
         script.main(["--show", str(whole)])
 
 
@@ -283,10 +283,10 @@ def test_a_run_that_began_with_other_settings_is_refused_before_the_first_run(
     began = []
     monkeypatch.setattr(script, "run_cell", lambda cell, *_: began.append(str(cell)))
     options = ["--means", "2", "--repeats", "2", "--mode", "sync", "--out", str(tmp_path), "--steps", "4"]
-    with pytest.raises(SystemExit, match="sync_2s_1 was not begun by this script"):
+    with pytest.raises(SystemExit, match="sync_2s_1 was not started by this script"):
         script.main(options)
     script.begin(run, settings | {"overrides": ["data.seed=7"]})
-    with pytest.raises(SystemExit, match=r"(?s)sync_2s_1 began with other settings.*there: .*data.seed=7"):
+    with pytest.raises(SystemExit, match=r"(?s)sync_2s_1 was started with other settings.*there: .*data.seed=7"):
         script.main(options)
     assert not began
 
@@ -317,7 +317,7 @@ def launched(script, monkeypatch):
 
 
 def test_a_run_that_takes_too_long_is_ended_and_named(script, launched, tmp_path):
-    with pytest.raises(TimeoutError, match="was not done within -1 s. Start the same command again"):
+    with pytest.raises(TimeoutError, match="was not finished within -1 s. Run the same command again"):
         script.run_cell(script.Cell("sync", 0.5, 2), tmp_path, tmp_path / "out", 30, [], -1)
     assert "data.seed=2" in launched[0]
 

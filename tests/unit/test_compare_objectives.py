@@ -112,7 +112,7 @@ def test_runs_of_other_settings_are_not_taken_for_ones_own(script, results, tmp_
     made = script.settings_of
     monkeypatch.setattr(script, "settings_of", lambda *_, **__: made(*_, **__) | {other: "another"})
     again = Quickstart()
-    with pytest.raises(ValueError, match=rf"(?s)sapo_sync_0 began with other settings.*'{other}': 'another'"):
+    with pytest.raises(ValueError, match=rf"(?s)sapo_sync_0 was started with other settings.*'{other}': 'another'"):
         script.run_missing(cells, tmp_path, results=results(), start=again, **run)
     assert not again.started
 
@@ -125,7 +125,7 @@ def test_the_task_is_among_the_settings(script):
 
 def test_a_folder_that_the_script_did_not_begin_is_not_taken_for_a_run(script, tmp_path):
     Quickstart()(tmp_path / "dapo_sync_0")
-    with pytest.raises(ValueError, match="dapo_sync_0 was not begun by this script"):
+    with pytest.raises(ValueError, match="dapo_sync_0 was not started by this script"):
         script.is_done(tmp_path / "dapo_sync_0", settings={}, short=True)
 
 
@@ -157,7 +157,7 @@ def test_the_table_of_modes(script):
         "|---|---|---|---|",
         "| dapo | ok, 30 s | ok, 50 s | not run |",
         "| sapo | ok, 40 s | failed | not run |",
-        "| mean of those that are ok | 35 s | 50 s | - |",
+        "| mean of the runs that are ok | 35 s | 50 s | - |",
     ]
 
 

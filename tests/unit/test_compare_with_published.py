@@ -136,11 +136,11 @@ def test_own_run_only(script, tmp_path, capsys):
     [
         (["--run", "nowhere"], "nowhere does not exist. Expected the folder of a run"),
         (["--run", "empty"], "empty has no metrics*.jsonl"),
-        (["--run", "sft.jsonl"], "none of the metrics of RL is there, but perf/.* SFT belongs to --sft"),
-        (["--sft", "rl.jsonl"], "none of the metrics of SFT is there"),
+        (["--run", "sft.jsonl"], "no metrics of RL; it has perf/.* SFT runs with --sft"),
+        (["--sft", "rl.jsonl"], "no metrics of SFT"),
         (["--run", "broken.jsonl"], r"broken.jsonl, line 1: .*Expected a line of verl's file logger"),
-        (["--run", "blank.jsonl"], "none of the metrics of RL is there, but nothing"),
-        (["--run", "rl.jsonl", "--align", "prompts"], r"the batch of your run is unknown. Give it: --rl-batch"),
+        (["--run", "blank.jsonl"], "no metrics of RL; it has nothing"),
+        (["--run", "rl.jsonl", "--align", "prompts"], r"the batch of your run is unknown. Set --rl-batch"),
         (["--run", "half", "--align", "prompts"], r"half/hydra/config.yaml has no 'train_batch_size'"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_missing_piece_and_a_broken_file_are_named(whole, tmp_path):
     (out / "part-01" / "a-1-py3-none-any.whl").write_bytes(b"x" * 300)
     problems = [problem for path, problem in gpu_wheels.available(out, tmp_path) if path is None]
     assert problems == [
-        "a-1-py3-none-any.whl: its checksum is not that of wheels.json; send its parts again",
+        "a-1-py3-none-any.whl: its checksum differs from that in wheels.json; send its parts again",
         f"c-3-py3-none-any.whl: c-3-py3-none-any.whl.002 is not in {out}",
     ]
 
@@ -104,7 +104,7 @@ def test_parts_that_are_there_are_made_anew_only_where_make_was_broken_off(whole
     monkeypatch.setattr(gpu_wheels, "read_pins", lambda python: {"a": "1"})
     monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", "make", "--out", str(out), "--python", "3.12"])
     assert gpu_wheels.main() == 0 and "1 packages in 1 parts" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="has parts already; name another folder"):
+    with pytest.raises(SystemExit, match="already has parts. Name another folder"):
         gpu_wheels.main()
 
 
@@ -112,7 +112,7 @@ def test_parts_for_another_python_are_refused_with_both_versions(whole, tmp_path
     gpu_wheels.split(whole, whole.parent, PART, "3.10")
     with pytest.raises(SystemExit) as stop:
         gpu_wheels.install(whole.parent, tmp_path / "site")
-    assert f"is for Python 3.10, and this is Python {HERE} ({sys.executable})" in str(stop.value)
+    assert f"is for Python 3.10, but this is Python {HERE} ({sys.executable})" in str(stop.value)
     assert f"Run it with python3.10, or make the parts with --python {HERE}." in str(stop.value)
 
 
@@ -120,7 +120,7 @@ def test_parts_of_two_calls_are_not_mixed(whole, tmp_path):
     out, _ = split(whole)
     manifest = json.loads((out / "part-02" / "wheels.json").read_text())
     (out / "part-02" / "wheels.json").write_text(json.dumps(manifest | {"files": {}}))
-    with pytest.raises(SystemExit, match="has parts of 2 calls of make, expected those of one"):
+    with pytest.raises(SystemExit, match="has parts of 2 calls of make; expected those of one"):
         [*gpu_wheels.available(out, tmp_path)]
 
 
@@ -195,7 +195,7 @@ def test_an_installation_that_fails_is_no_missing_package(tmp_path, monkeypatch)
 def test_the_command_refuses_what_is_no_folder(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT), "check", str(tmp_path / "no")], capture_output=True, text=True)
     assert done.returncode == 1 != gpu_wheels.MISSING
-    assert done.stderr.strip() == f"gpu_wheels: {tmp_path / 'no'} is no folder"
+    assert done.stderr.strip() == f"gpu_wheels: {tmp_path / 'no'} is not a folder"
 
 
 def test_the_checksums_of_the_whole_lock_fit(whole, monkeypatch):

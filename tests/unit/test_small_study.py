@@ -114,7 +114,7 @@ def test_one_sample_in_a_hundred_may_stay_without_a_judgment(study, evaluate, tm
     evaluate.rows, evaluate.wanted = [word_problem(i, 1) for i in range(99)], 100
     assert study.evaluated(tmp_path, "rl", problems=96)["greedy"]["value"] == 1.0
     evaluate.wanted = 101
-    with pytest.raises(ValueError, match="rl_greedy_96: 99 of 101 samples are judged, expected 99%"):
+    with pytest.raises(ValueError, match="rl_greedy_96: 99 of 101 samples are judged; expected 99%"):
         study.evaluated(tmp_path, "rl", problems=96)
     evaluate.rows = []  # it fails at once, and an earlier result is there
     with pytest.raises(subprocess.CalledProcessError):
@@ -137,5 +137,5 @@ def test_without_results_of_the_runs_no_empty_picture_is_drawn(study, tmp_path, 
     (tmp_path / "seed_0" / "summary.json").write_text("{}")
     with pytest.raises(SystemExit):
         study.main(["--runs", str(tmp_path)])
-    assert "results.jsonl has no result. Name by --curves the file that" in capsys.readouterr().err
+    assert "results.jsonl has no result. Set --curves to the --results of" in capsys.readouterr().err
     assert not (tmp_path / "small.svg").exists()

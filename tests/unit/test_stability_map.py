@@ -103,7 +103,7 @@ def test_a_run_that_raises_stops_no_other_and_is_tried_again(script, played, mon
         return plays(cell, *rest, **options)
 
     monkeypatch.setattr(script, "run_cell", fails)
-    with pytest.raises(SystemExit, match=r"(?s)not run.*dapo_s16_fp32_0: Traceback.*no number.*dapo_s16_fp32_2"):
+    with pytest.raises(SystemExit, match=r"(?s)runs failed.*dapo_s16_fp32_0: Traceback.*no number.*dapo_s16_fp32_2"):
         script.main(["--out", str(tmp_path)])
     assert len(played) == 33 and len((tmp_path / "stability.jsonl").read_text().splitlines()) == 33
     monkeypatch.setattr(script, "run_cell", plays)
@@ -162,7 +162,7 @@ def test_the_runs_of_a_seed_begin_from_one_sft_and_those_of_another_seed_may_beg
     assert len(played) == 2 * 12 and {each[-1] for each in played[12:]} == {"1"}
     lines = (tmp_path / "stability.jsonl").read_text().splitlines()
     (tmp_path / "stability.jsonl").write_text("\n".join(lines[1:]) + "\n")  # a run of seed 0 is not there
-    from_others = "began from the SFT quickstart, and the other runs of seed 0, .* from of another machine"
+    from_others = "started from the SFT quickstart, but the other runs of seed 0, .* from of another machine"
     with pytest.raises(SystemExit, match=from_others):
         script.main(["--out", str(tmp_path), "--quickstart", "outputs/of another machine"])
     mixed = json.loads(lines[1])
@@ -177,7 +177,7 @@ def test_a_run_that_says_nothing_of_its_settings_is_refused(script, played, tmp_
     line = json.loads((tmp_path / "stability.jsonl").read_text())
     del line["settings"]
     (tmp_path / "stability.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(SystemExit, match="gspo_s4_bf16_1 began from the SFT None"):
+    with pytest.raises(SystemExit, match="gspo_s4_bf16_1 started from the SFT None"):
         script.main(["--out", str(tmp_path)])
 
 

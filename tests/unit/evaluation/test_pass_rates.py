@@ -305,7 +305,7 @@ def test_the_command_takes_a_runs_folder_and_leaves_failed_samples_out(command, 
     write_dump(tmp_path / "run" / "validation" / "0.jsonl", rows + failed)
     printed, kept = command("--dumps", tmp_path / "run")
     assert kept == ["b", "c", "d"] and "    0.500         1        1" in printed
-    assert "4 samples that sandbox, server or verifier failed are left out" in printed
+    assert "4 samples are left out, because sandbox, server or verifier failed" in printed
 
 
 def test_the_command_refuses_a_run_of_other_problems(command, data, tmp_path):
