@@ -180,7 +180,7 @@ class Run:
             shape = read_shape(self.model_path) if self.model_path else None
         except (ValueError, KeyError) as error:
             return None, f"{self.model_path}/config.json: {error} -> Watch the first steps' memory."
-        return shape, f"{self.model_path} is not a folder with a config.json -> Set the model's path, or download it."
+        return shape, f"{self.model_path} is not a folder with a config.json -> Set its path, or download the model."
 
     @property
     def shape(self) -> ModelShape | None:
