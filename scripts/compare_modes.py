@@ -282,7 +282,7 @@ def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]
     Args:
         found: run -> trained tokens per second, and accuracy at its end.
     """
-    head = ["latency", "mode", "runs", "trained tokens/s", "accuracy", "beside", "speed", "difference", "target"]
+    head = ["latency", "mode", "runs", "trained tokens/s", "accuracy", "compared with", "speed", "difference", "target"]
     lines = [head, ["---"] * len(head)]
     both = [(mode, partner) for mode, partners in PARTNERS.items() for partner in partners or ("-",)]
     for mean, (mode, partner) in itertools.product(means, both):

@@ -255,7 +255,7 @@ def hermes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_model_that_writes_malformed_hermes_calls_is_told(hermes_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_writes_malformed_hermes_calls_is_answered(hermes_model: Path, tmp_path: Path) -> None:
     overrides = ("retool.protocol=hermes", "data.max_response_length=300")
     with running_server() as url:
         run = Run(tmp_path / "rl", hermes_model, url, *overrides, steps=4).finish()
@@ -291,7 +291,7 @@ def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path
     assert run.trajectories()
 
 
-def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, tmp_path: Path) -> None:
+def test_rollouts_on_a_separate_server_while_the_actor_learns(small: Path, tmp_path: Path) -> None:
     """verl's mode `separate_async` runs with two mini-batches per step; weights go through shared memory. Groups have 6
     samples, not 8; a light validation runs while prompts of the next step are answered, and a full one at the end.
     """

@@ -103,7 +103,7 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_baselines_of_their_own(run: Path) -> None:
+def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_their_own_baselines(run: Path) -> None:
     data = pd.read_parquet(run.parent / "data" / "rl_train.parquet")
     rate_of = dict(zip((info["index"] for info in data["extra_info"]), data["pass_rate"], strict=True))
     assert len(rate_of) == len(data)

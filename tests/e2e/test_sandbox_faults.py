@@ -145,7 +145,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-async def test_server_that_is_gone_is_told_in_bounded_time(server: Server) -> None:
+async def test_server_that_is_gone_is_reported_in_bounded_time(server: Server) -> None:
     client = SandboxClient([server.url], max_concurrency=CLIENTS, backoff_s=0.05, queue_timeout_s=5)
     async with load(client) as statuses:
         await until(lambda: statuses["ok"] > 50)

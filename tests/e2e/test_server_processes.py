@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_server_that_hangs_or_is_gone_ends_with_its_engine_and_its_callers_are_told(server_class, signal_number):
+def test_a_server_that_hangs_or_is_gone_ends_with_its_engine_and_its_callers_learn_of_it(server_class, signal_number):
     import ray
     from ray.exceptions import ActorDiedError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

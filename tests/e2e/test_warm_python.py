@@ -78,7 +78,7 @@ def test_forks_draw_different_ray_ids(python: str) -> None:
     assert run(python, "-c", code).stdout != run(python, "-c", code).stdout
 
 
-def test_each_fork_has_a_process_group_of_its_own(python: str) -> None:
+def test_each_fork_has_its_own_process_group(python: str) -> None:
     """Ray ends the process group of a worker that died: a shared one would end all workers of the run."""
     assert run(python, "-c", "import os; print(os.getpgid(0) == os.getpid())").stdout == "True\n"
 

@@ -89,7 +89,7 @@ def running_requests(fleet: SimpleNamespace, tokens: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("fleet", ["keep"], indirect=True)
-def test_running_requests_go_on_over_their_cache_and_each_token_has_its_version(fleet, models, capsys):
+def test_running_requests_continue_over_their_cache_and_each_token_has_its_version(fleet, models, capsys):
     import ray
 
     (first,) = ray.get([fleet.ask(PROMPTS[0], "warm", 2)])
@@ -144,7 +144,7 @@ def test_running_requests_go_on_over_their_cache_and_each_token_has_its_version(
 
 
 @pytest.mark.parametrize("fleet", ["abort"], indirect=True)
-def test_an_update_breaks_requests_off_at_once_and_waits_for_no_output(fleet, models, capsys):
+def test_an_update_interrupts_requests_at_once_and_waits_for_no_output(fleet, models, capsys):
     import ray
 
     requests = running_requests(fleet, 50)

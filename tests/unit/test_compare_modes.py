@@ -151,7 +151,7 @@ def test_a_run_is_done_with_the_accuracy_of_its_last_step(script, run, tmp_path)
     assert script.is_done(run, 4) and not script.is_done(run, 5) and not script.is_done(tmp_path / "none", 4)
 
 
-def test_what_was_taken_stands_beside_what_was_drawn(script, run):
+def test_what_was_taken_stands_next_to_what_was_drawn(script, run):
     row = script.taken_table(run).splitlines()[2]
     assert row == "| 1-5 | 4.67, 6.25 | 15.67, 20.00 | 1.00, 1.00 | 0.50, 0.50 | 2.50 |"  # latencies 3, 9.5, 1.5
 

@@ -71,7 +71,7 @@ def test_a_batch_on_more_ranks_and_a_data_set_without_a_digest_are_not_other_row
     course.require_same_rows(tmp_path, course.Course.of(other, 1, None))
 
 
-def test_a_checkpoint_of_an_older_release_goes_on_and_says_what_nobody_knows(
+def test_a_checkpoint_of_an_older_release_resumes_and_says_what_is_unknown(
     rolling: Any, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(course.Course, "write", lambda *_: None)
@@ -103,7 +103,7 @@ def optimizer(total: int | None = 12, schedule: str = "cosine", lr: float = 1e-5
     ],
 )
 @pytest.mark.parametrize("kind", ["sft", "rl"])
-def test_a_rate_that_does_not_go_on_as_it_was_is_told_at_the_start(
+def test_a_rate_that_does_not_continue_as_it_was_is_reported_at_the_start(
     rolling: Any, tmp_path: Path, caplog: Any, kind: str, step: int, before: dict, now: dict, told: list[str]
 ):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -150,7 +150,7 @@ def test_rl_with_other_rows_begins_an_epoch_and_says_so(rolling: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_rl_with_another_batch_size_goes_on_by_rows(rolling: Any, tmp_path: Path, caplog: Any, batch_size: int):
+def test_rl_with_another_batch_size_continues_by_rows(rolling: Any, tmp_path: Path, caplog: Any, batch_size: int):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     def trainer(of: int) -> Any:

@@ -109,7 +109,7 @@ def test_a_run_without_checkpoints_starts_from_scratch(tmp_path: Path):
     assert point is None and "starts from scratch" in said and f"{tmp_path / SAVING} holds" in said
 
 
-def test_a_run_does_not_start_over_beside_checkpoints_that_are_not_whole(tmp_path: Path):
+def test_a_run_does_not_start_over_next_to_incomplete_checkpoints(tmp_path: Path):
     write_shards(path_of(tmp_path, 30))  # as verl saves them
     (tmp_path / TRACKER).write_text("30")
     with pytest.raises(NotWhole, match=f"global_step_30 is not complete: it has no {MANIFEST}.*--accept STEP"):
@@ -117,7 +117,7 @@ def test_a_run_does_not_start_over_beside_checkpoints_that_are_not_whole(tmp_pat
 
 
 @pytest.mark.parametrize("path", [None, "outputs/run", "outputs/run/global_step_4/actor"])
-def test_a_resume_path_that_is_no_checkpoint_is_refused(path: str | None):
+def test_a_resume_path_that_is_not_a_checkpoint_is_refused(path: str | None):
     with pytest.raises(ValueError, match="Expected the folder of a checkpoint"):
         require_whole(path)
 
@@ -212,7 +212,7 @@ def test_a_broken_checkpoint_gives_way_to_its_whole_copy(tmp_path: Path):
     assert whole_steps(tmp_path) == [2]
 
 
-def test_a_copy_whose_save_never_returned_is_used_only_where_it_is_needed(run: Path):
+def test_a_copy_whose_save_never_returned_is_used_only_if_it_is_needed(run: Path):
     write_shards(path_of(begin(run), 12))
     vouch(path_of(run / SAVING, 12))
     assert recoverable(run) == {} and resumed(run)[0] == path_of(run, 10)
@@ -225,7 +225,7 @@ def test_a_copy_whose_save_never_returned_is_used_only_where_it_is_needed(run: P
     assert steps(run) == [2, 4, 10] and list((run / SAVING).iterdir()) == []
 
 
-def test_copies_that_are_damaged_are_no_reason_to_start_over(tmp_path: Path):
+def test_damaged_copies_are_no_reason_to_start_over(tmp_path: Path):
     write_shards(path_of(begin(tmp_path), 2))
     vouch(path_of(tmp_path / SAVING, 2))
     (path_of(tmp_path / SAVING, 2) / "data.pt").write_bytes(bytes(7))

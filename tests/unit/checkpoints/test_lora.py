@@ -34,7 +34,7 @@ def test_the_type_of_the_weights_stays():
     assert half[f"{LAYER}.base_layer.weight"].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_of_adapters_alone_is_refused():
+def test_a_checkpoint_of_only_adapters_is_refused():
     alone = state()
     del alone[f"{LAYER}.base_layer.weight"]
     with pytest.raises(ValueError, match="q_proj.base_layer.weight is missing for its adapter"):

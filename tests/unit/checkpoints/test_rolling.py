@@ -96,7 +96,7 @@ def test_the_lowest_loss_can_be_the_best(tmp_path: Path):
     assert steps(tmp_path) == [2, 8]
 
 
-def test_what_goes_is_said_with_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_what_is_deleted_is_logged_with_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     train(tmp_path / "a", {2: 0.1, 4: 0.5, 6: 0.3}, keep_last=1, best_metric="val/loss", best_mode="min")
     assert "Checkpoints: kept [2, 6] (best: 2, val/loss 0.1), deleted [4]." in caplog.text
@@ -124,7 +124,7 @@ def test_without_a_best_metric_the_last_are_kept(tmp_path: Path):
     assert steps(tmp_path) == [6, 8, 10, 12]
 
 
-def test_the_one_that_the_tracker_names_stays_and_a_broken_one_is_left_alone(run: Path):
+def test_the_one_that_the_tracker_names_stays_and_a_broken_one_is_not_touched(run: Path):
     path = run / "global_step_2" / "data.pt"
     path.unlink()
     rolling = Rolling.from_config(config(run, keep_last=1))
@@ -136,7 +136,7 @@ def test_the_one_that_the_tracker_names_stays_and_a_broken_one_is_left_alone(run
     assert steps(run) == [2, 10]
 
 
-def test_a_run_set_back_leaves_later_steps_alone_until_it_saves_them(run: Path):
+def test_a_run_set_back_keeps_later_steps_until_it_saves_them(run: Path):
     train(run, {3: 0.1, 4: 0.2}, keep_last=2)
     assert steps(run) == [3, 4, 10] and tracked_step(run) == 4
     train(run, {10: 0.1, 12: 0.1}, keep_last=2)
@@ -154,7 +154,7 @@ def test_the_value_of_a_step_that_is_trained_again_is_forgotten(tmp_path: Path):
     assert rolling.best([2, 4, 6]) == 4
 
 
-def test_a_validation_alone_deletes_nothing(run: Path):
+def test_a_validation_without_a_save_deletes_nothing(run: Path):
     Rolling.from_config(config(run, keep_last=1, best_metric="val/loss")).record({"val/loss": 1.0}, 4)
     assert steps(run) == [2, 4, 10]
 

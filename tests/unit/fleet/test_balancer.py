@@ -188,7 +188,7 @@ async def test_without_being_told_it_gets_half_of_them(asked, monkeypatch, cpu_p
     assert 30 < await served(made, router, map(str, range(100))) < 70
 
 
-async def test_a_request_that_every_server_would_refuse_is_no_failure(asked, monkeypatch, cpu_platform):
+async def test_a_request_that_every_server_would_refuse_is_not_a_failure(asked, monkeypatch, cpu_platform):
     router = make("one", "two")
     made, broken = client(router, monkeypatch, "failed")
     broken["one"] = broken["two"] = ValueError("the prompt leaves no room")
@@ -198,7 +198,7 @@ async def test_a_request_that_every_server_would_refuse_is_no_failure(asked, mon
     assert not router._router._penalties
 
 
-async def test_a_fleet_that_is_empty_is_nobodys_failure(asked, monkeypatch, cpu_platform):
+async def test_an_empty_fleet_is_no_servers_failure(asked, monkeypatch, cpu_platform):
     router = make()
     made, _ = client(router, monkeypatch, "failed")
     with pytest.raises(NoServerError):
@@ -243,7 +243,7 @@ def run(**changes):
     return OmegaConf.create({"retool": {"fleet": {"routing": "ring"}}, "actor_rollout_ref": {"rollout": rollout}})
 
 
-def test_the_name_of_the_manager_that_asks_no_router_is_right():
+def test_the_name_of_the_manager_that_never_asks_a_router_is_right():
     from verl_ext.rollout import workers
 
     module, name = modes.IN_SERVER.rsplit(".", 1)
@@ -261,7 +261,7 @@ def test_verl_makes_the_ring_from_what_the_run_names(asked):
     assert router.acquire_server("x") == ("10.0.0.1:one", "one")
 
 
-def test_verls_own_router_stays_where_it_is_named():
+def test_verls_own_router_stays_if_it_is_named():
     config = run(router_config_path="mine.yaml")
     config.retool.fleet.routing = "verl"
     install(config)

@@ -24,7 +24,7 @@ def test_a_request_without_a_token_is_all_of_the_new_version():
     assert boundaries.end("a", 2) == [(2, 4)]
 
 
-def test_a_pause_without_new_weights_parts_nothing():
+def test_a_pause_without_new_weights_splits_nothing():
     boundaries = Boundaries()
     boundaries.admit("a", 3)
     boundaries.admit("b", 3)

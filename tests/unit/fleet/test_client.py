@@ -74,7 +74,7 @@ def ask(cpu_platform, monkeypatch):
     return asks
 
 
-def test_a_turn_goes_on_elsewhere_with_the_tokens_log_probs_and_versions_that_it_has(ask, monkeypatch):
+def test_a_turn_continues_elsewhere_with_its_tokens_log_probs_and_versions(ask, monkeypatch):
     first, second = Server(3, dies_after=5), Server(4)
     monkeypatch.setattr("random.choice", lambda names: names[0])
     output, attempts, balancer = ask({"a": first, "b": second})
@@ -146,14 +146,14 @@ def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask
     assert output.token_ids == TEXT[:kept] and len(output.log_probs) == kept == sum(tokens for tokens, _ in attempts)
 
 
-def test_a_turn_waits_for_a_server_where_none_is_left_and_fails_when_none_comes(ask):
+def test_a_turn_waits_for_a_server_if_none_is_left_and_fails_if_none_comes(ask):
     from verl_ext.rollout.loop import FAILED_STOPS
 
     output, _, _ = ask({"a": Server(3, dies_after=2)})
     assert output.stop_reason in FAILED_STOPS and output.token_ids == TEXT[:2]
 
 
-def test_a_turn_that_an_update_broke_off_is_no_loss(ask):
+def test_a_turn_that_an_update_interrupts_is_not_a_loss(ask):
     """verl's own reason to try again: it does not count as an attempt, and the server stays."""
 
     class Aborting(Server):
@@ -216,7 +216,7 @@ def test_a_router_that_cannot_be_reached_as_a_server_is_lost_costs_no_turn(ask, 
 
 
 @pytest.mark.parametrize("dies", ["before the first request", "with a server"])
-def test_a_router_that_is_gone_is_a_failure_of_infrastructure_and_no_servers(ask, monkeypatch, dies):
+def test_a_router_that_is_gone_is_a_failure_of_infrastructure_not_of_servers(ask, monkeypatch, dies):
     from ray.exceptions import RayActorError
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 

@@ -45,7 +45,7 @@ def test_a_command_is_answered_once_and_leaves_no_file(tmp_path, obey):
     assert told == [["remove", "2"]] and files(tmp_path) == []
 
 
-def test_what_the_run_cannot_do_is_said(tmp_path, obey):
+def test_what_the_run_cannot_do_is_reported(tmp_path, obey):
     obey(lambda command: command.refuse("it is the only one"))
     with pytest.raises(Refused, match="it is the only one"):
         ask(tmp_path, ["remove", "2"])
@@ -58,7 +58,7 @@ def test_a_command_that_nobody_takes_is_withdrawn_for_good(tmp_path):
     assert files(tmp_path) == [] and [*take(tmp_path)] == []
 
 
-def test_a_run_that_takes_a_command_and_dies_is_told_apart(tmp_path, obey):
+def test_a_run_that_takes_a_command_and_dies_is_distinguished(tmp_path, obey):
     obey(lambda command: None)
     with pytest.raises(NoAnswer, match=r"The run accepted \['add'\] but did not answer within 0 s"):
         ask(tmp_path, ["add"], answer_s=0.2)
@@ -74,7 +74,7 @@ def test_an_answer_for_which_nobody_waits_leaves_no_file(tmp_path, obey):
     assert files(tmp_path) == []
 
 
-def test_a_file_that_is_no_command_is_answered_and_holds_no_other_up(tmp_path, obey):
+def test_a_file_that_is_not_a_command_is_answered_and_delays_no_other(tmp_path, obey):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "0.request.json").write_text("remove 1")
     obey(lambda command: command.answer(command.words))

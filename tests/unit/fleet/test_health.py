@@ -66,7 +66,7 @@ def test_a_stopped_engine_is_suspected_then_dead():
     assert scene.health.why == "its engine did not answer for 11.0 s; the limit is 10 s (retool.fleet.health)"
 
 
-def test_a_slow_engine_that_answers_now_and_then_lives_on():
+def test_a_slow_engine_that_answers_now_and_then_stays_alive():
     scene = Scene()
     scene.until(30)
     for _ in range(20):
@@ -74,7 +74,7 @@ def test_a_slow_engine_that_answers_now_and_then_lives_on():
         assert scene.until(scene.now + 1) is State.WELL
 
 
-def test_silence_while_weights_change_is_no_death_and_is_forgotten_after_it():
+def test_silence_while_weights_change_is_not_a_death_and_is_forgotten_after_it():
     scene = Scene()
     scene.until(30)
     assert scene.until(125, answers=False, updating=True) is State.WELL
@@ -127,7 +127,7 @@ def test_a_suspected_server_stays_so_at_its_first_requests():
     assert not scene.health.takes_requests
 
 
-def test_time_in_which_the_watcher_itself_stood_still_is_no_silence():
+def test_time_in_which_the_watcher_itself_stood_still_is_not_silence():
     scene = Scene()
     scene.until(30)
     scene.now += 3600
@@ -177,11 +177,11 @@ def test_the_key_that_makes_a_group_anew_is_verls():
     assert config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.rebuild_group is True
 
 
-def test_a_run_with_servers_of_its_own_is_not_refused():
+def test_a_run_with_dedicated_servers_is_not_refused():
     assert not refused({})
 
 
-def test_servers_of_their_own_are_watched_where_a_config_has_them_and_others_are_not():
+def test_dedicated_servers_are_watched_if_a_config_has_them_and_others_are_not():
     assert read_settings(compose_run("tiny_dapo"), "fleet.health", HealthSettings) is None
     config = compose_run("tiny_dapo", ["hardware=cpu_separate"])
     assert read_settings(config, "fleet.health", HealthSettings).dead_s == 30
@@ -202,7 +202,7 @@ def test_a_pulse_is_silent_while_no_round_ends_and_somebody_looks():
         assert pulse.silent_s() == silent_s
 
 
-def test_time_in_which_nobody_looked_at_a_pulse_is_no_silence():
+def test_time_in_which_nobody_looked_at_a_pulse_is_not_silence():
     """The whole process may have stood still: only the 10 s of a look count, even after an hour."""
     now = [0.0]
     pulse = Pulse(lambda: now[0])

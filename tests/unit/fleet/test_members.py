@@ -20,7 +20,7 @@ def test_servers_are_listed_with_their_load_and_their_weights(world):
     assert world.members.rows()[1] == row | {"ranks": [0, 1, 2, 3], "requests": 6}
 
 
-def test_of_agent_loops_within_the_server_the_router_knows_no_load_and_no_server_may_come(world):
+def test_with_agent_loops_in_the_server_the_router_knows_no_load_and_no_server_may_join(world):
     manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     OmegaConf.update(world.servers.config, manager, IN_SERVER)
     members = Members(world.servers, world.checkpoints)
@@ -29,7 +29,7 @@ def test_of_agent_loops_within_the_server_the_router_knows_no_load_and_no_server
         members.add()
 
 
-def test_a_server_that_does_not_answer_is_listed_all_the_same(world):
+def test_a_server_that_does_not_answer_is_still_listed(world):
     import ray
 
     def silent(function):
@@ -112,7 +112,7 @@ def test_a_server_for_which_there_is_no_gpu_is_refused(world):
     assert states(world) == {0: "serves", 1: "serves"}
 
 
-def test_a_server_that_does_not_start_is_told_and_holds_nothing(world):
+def test_a_server_that_does_not_start_is_reported_and_holds_nothing(world):
     world.is_broken = True
     world.members.add()
     wait_until(lambda: states(world)[2].startswith("did not start: RuntimeError('vLLM says no')"))
@@ -122,7 +122,7 @@ def test_a_server_that_does_not_start_is_told_and_holds_nothing(world):
         assert len(world.checkpoints.replicas) == 2
 
 
-def test_servers_do_not_go_while_weights_change(world):
+def test_servers_do_not_leave_while_weights_change(world):
     world.may_leave.set()
     with world.members.weights_change():
         thread = threading.Thread(target=world.members.remove, args=(0,))
@@ -133,7 +133,7 @@ def test_servers_do_not_go_while_weights_change(world):
     assert len(world.checkpoints.replicas) == 1
 
 
-def test_commands_are_obeyed_while_the_run_goes_on_and_what_fails_is_told(world, tmp_path):
+def test_commands_are_obeyed_while_the_run_continues_and_failures_are_reported(world, tmp_path):
     world.may_leave.set()
     (tmp_path / commands.FOLDER).mkdir()
     (tmp_path / commands.FOLDER / "1.request.json").write_text('["remove", "1"]')  # to an earlier start of the run
@@ -152,7 +152,7 @@ def test_commands_are_obeyed_while_the_run_goes_on_and_what_fails_is_told(world,
         commands.ask(tmp_path, ["list"], take_s=0.2)
 
 
-def test_a_command_that_waits_for_an_update_holds_no_other_up(world, tmp_path):
+def test_a_command_that_waits_for_an_update_delays_no_other(world, tmp_path):
     world.may_leave.set()
     with world.members.obeying(tmp_path):
         with world.members.weights_change():
@@ -162,7 +162,7 @@ def test_a_command_that_waits_for_an_update_holds_no_other_up(world, tmp_path):
     wait_until(lambda: [*states(world)] == [1])  # done after the update, although nobody waits
 
 
-def test_commands_are_obeyed_after_one_that_a_full_disk_took_no_answer_to(world, tmp_path, monkeypatch, caplog):
+def test_commands_are_obeyed_after_one_whose_answer_a_full_disk_refused(world, tmp_path, monkeypatch, caplog):
     write, is_full = commands.durable.write_text, [True]
 
     def write_text(path, text):
@@ -200,7 +200,7 @@ def test_what_this_takes_of_verl_is_there(cpu_platform):
         ("delta_sharded", {"delta_sharded": {"rebuild_group": True}}, "lacks the weights"),
     ],
 )
-def test_no_server_comes_or_goes_where_weights_would_not_follow(world, backend, kwargs, why):
+def test_no_server_joins_or_leaves_if_weights_would_not_follow(world, backend, kwargs, why):
     from verl_ext.fleet.members import Members
 
     engine = {"backend": backend, "engine_kwargs": kwargs}

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tests.unit.fleet.members_scene import call, refused, states, wait_until
 
 
-def test_a_removed_server_that_hangs_hands_its_requests_back_and_is_killed_where_it_is(world, monkeypatch):
+def test_a_removed_server_that_hangs_returns_its_requests_and_is_killed_on_its_node(world, monkeypatch):
     from verl_ext.fleet import members
 
     stopped = []
@@ -40,7 +40,7 @@ def test_a_server_that_dies_while_it_is_removed_is_left_to_the_watch(world):
     assert replica in world.checkpoints.replicas and world.members.rows()
 
 
-def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, monkeypatch, caplog):
+def test_a_removed_server_that_cannot_be_stopped_is_not_listed_forever(world, monkeypatch, caplog):
     from verl_ext.fleet import members
 
     def stop(*arguments):
@@ -53,7 +53,7 @@ def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, 
     assert "server 0 gets no requests, but its GPUs and processes were not freed" in caplog.text
 
 
-def test_a_server_stays_where_the_router_does_not_answer(world):
+def test_a_server_stays_if_the_router_does_not_answer(world):
     """Half removed, it would get no requests, and nobody would stop it. The router may act on the request later."""
     asked, get = [], world.ray.get
 
@@ -106,7 +106,7 @@ def test_an_added_server_that_does_not_start_in_time_has_failed(world):
     assert not world.members._ready
 
 
-def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
+def test_if_servers_are_watched_a_new_one_joins_like_a_replacement(world):
     """It must not count as having weights before it has them: the watch would route requests to it."""
     from verl_ext.fleet.members import Members
 
@@ -172,7 +172,7 @@ def test_a_dead_server_is_listed_as_dead_and_counts_for_nothing(world):
     assert refused(world.members.remove, dead.replica_rank) == "There is no server 0. Expected one of [1]."
 
 
-def test_a_server_is_added_where_all_have_died(world):
+def test_a_server_can_be_added_after_all_have_died(world):
     world.checkpoints.replicas = []
     world.servers.rollout_config.tensor_model_parallel_size = 8
     assert refused(world.members.add).startswith("A server needs 8 GPUs, but Ray has 4 free.")

@@ -87,7 +87,7 @@ def test_a_silent_server_gets_no_requests_until_it_answers(scene):
     scene(script)
 
 
-def test_a_server_that_hangs_dies_also_where_its_own_process_does_not_answer(scene):
+def test_a_server_that_hangs_is_killed_even_if_its_process_does_not_answer(scene):
     async def script(made):
         hanging = made.replicas[0]
         hanging.server.mode = "hangs"  # it never answered
@@ -175,7 +175,7 @@ def test_a_server_may_compile_at_its_first_requests_however_long_it_waited_for_t
     scene(script, start_s=0.2)
 
 
-def test_silence_in_an_update_is_no_death(scene):
+def test_silence_in_an_update_is_not_a_death(scene):
     async def script(made):
         for each in made.replicas:
             each.server.mode = "hangs"
@@ -231,7 +231,7 @@ def test_an_odd_error_of_one_heartbeat_is_that_servers_death(scene, tmp_path, ca
     assert "illegal memory access" in (tmp_path / "servers.jsonl").read_text()
 
 
-def test_a_server_that_fails_alone_in_an_update_is_replaced_and_its_message_kept(scene, tmp_path):
+def test_the_only_server_that_fails_in_an_update_is_replaced_and_its_message_kept(scene, tmp_path):
     async def script(made):
         failing = made.replicas[0]
 
@@ -247,7 +247,7 @@ def test_a_server_that_fails_alone_in_an_update_is_replaced_and_its_message_kept
     assert "CUDA error: out of memory" in (tmp_path / "servers.jsonl").read_text()
 
 
-def test_a_server_that_a_client_took_out_comes_back_with_an_answer_alone(scene):
+def test_a_server_that_a_client_removed_comes_back_only_with_an_answer(scene):
     async def script(made):
         made.replicas[0].server.mode = "hangs"
         await made.rounds(1)

@@ -36,7 +36,7 @@ def test_a_newcomer_is_let_in_while_the_actor_waits_with_the_weights_of_the_othe
     scene(script)
 
 
-def test_the_actor_goes_on_only_when_a_newcomer_has_its_weights(scene):
+def test_the_actor_continues_only_when_a_newcomer_has_its_weights(scene):
     async def script(made):
         made.weights.newcomers.append(Replica(7, load="hangs"))
         made.fleet.actor_waits(is_exact=True)
@@ -66,7 +66,7 @@ def test_no_further_newcomer_is_let_in_once_the_actor_would_work(scene):
     scene(script)
 
 
-def test_a_newcomer_that_hangs_while_it_is_let_in_does_not_hold_the_actor_for_good(scene):
+def test_a_newcomer_that_hangs_while_it_joins_does_not_block_the_actor_forever(scene):
     async def script(made):
         made.replicas[0].server.mode = "dead"
         await made.until(lambda: made.weights.newcomers)
@@ -80,7 +80,7 @@ def test_a_newcomer_that_hangs_while_it_is_let_in_does_not_hold_the_actor_for_go
     scene(script)
 
 
-def test_the_others_are_watched_and_routed_as_ever_while_a_newcomer_gets_its_weights(scene):
+def test_the_others_are_watched_and_routed_as_usual_while_a_newcomer_gets_its_weights(scene):
     async def script(made):
         made.weights.newcomers.append(Replica(7, load="hangs"))
         made.fleet.actor_waits(is_exact=True)

@@ -110,7 +110,7 @@ def router_is_away(scene, monkeypatch):
     return play
 
 
-def test_a_router_that_cannot_be_reached_for_a_moment_is_told_in_a_later_round(router_is_away):
+def test_a_router_that_cannot_be_reached_for_a_moment_is_updated_in_a_later_round(router_is_away):
     async def script(made, away):
         for _ in range(3):
             away.append(True)
@@ -124,7 +124,7 @@ def test_a_router_that_cannot_be_reached_for_a_moment_is_told_in_a_later_round(r
     router_is_away(script)
 
 
-def test_the_watching_ends_where_the_router_stays_out_of_reach(router_is_away):
+def test_the_watching_ends_if_the_router_stays_out_of_reach(router_is_away):
     async def script(made, away):
         away.append(True)
         await made.rounds(5)
@@ -134,7 +134,7 @@ def test_the_watching_ends_where_the_router_stays_out_of_reach(router_is_away):
     router_is_away(script)
 
 
-def test_a_router_that_never_answers_holds_no_round_for_good(scene, monkeypatch):
+def test_a_router_that_never_answers_blocks_no_round_forever(scene, monkeypatch):
     from verl_ext.fleet import recovery
 
     monkeypatch.setattr(recovery, "ROUTER_S", 0.02)
@@ -241,7 +241,7 @@ def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watchi
     scene(script)
 
 
-def test_a_dead_server_that_cannot_be_stopped_is_replaced_all_the_same(scene, caplog):
+def test_a_dead_server_that_cannot_be_stopped_is_still_replaced(scene, caplog):
     async def script(made):
         def stop(replica, hanging):
             raise ConnectionError("Ray is busy")
@@ -272,7 +272,7 @@ def test_a_full_disk_keeps_no_dead_server_and_its_events_are_written_when_there_
     assert (servers.died, servers.replaced) == (1, 1) and not servers.faults()
 
 
-def test_a_run_without_a_server_ends_where_none_can_be_started(make, tmp_path):
+def test_a_run_without_a_server_ends_if_none_can_be_started(make, tmp_path):
     made = Scene(make, tmp_path, max_replacements=1)
     made.failing_starts = 9
     made.fleet._clock = time.monotonic

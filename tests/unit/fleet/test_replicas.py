@@ -68,12 +68,12 @@ def stop(monkeypatch):
         ([(0.35, "frees", "b"), (0.36, "takes", "c")], 0.4),  # its own, which another start takes at once
     ],
 )
-def test_the_stop_of_a_server_waits_for_its_own_gpus_alone(stop, caplog, events, returns_s):
+def test_the_stop_of_a_server_waits_only_for_its_own_gpus(stop, caplog, events, returns_s):
     assert stop(Ray("ab", *events), "b") == pytest.approx(returns_s)
     assert not caplog.text
 
 
-def test_a_gpu_that_is_free_when_a_server_stops_and_taken_meanwhile_is_not_waited_for(stop, caplog):
+def test_a_gpu_that_another_server_takes_meanwhile_is_not_waited_for(stop, caplog):
     ray = Ray("ab", (0.0, "frees", "a"), (0.3, "takes", "c"), (0.55, "frees", "b"))
     ray.sleep(0)
     assert stop(ray, "b") == pytest.approx(0.6) and not caplog.text

@@ -78,7 +78,7 @@ def test_a_slot_that_joins_takes_a_fifth_of_the_hashes_and_nothing_moves_between
     assert 0.15 < len(moved) / len(ROLLOUTS) < 0.25  # 1 / 5; by hash modulo n it would be 4 / 5
 
 
-def test_a_slot_that_leaves_gives_up_its_own_hashes_alone():
+def test_a_slot_that_leaves_gives_up_only_its_own_hashes():
     before, after = homes(FOUR, ROLLOUTS), homes(FOUR[:3], ROLLOUTS)
     assert all(before[rollout] == "d" for rollout in ROLLOUTS if before[rollout] != after[rollout])
     assert set(after.values()) == set(FOUR[:3])
@@ -190,7 +190,7 @@ def test_a_penalty_ends_and_more_failures_take_longer(clock):
     assert takes_first_turns(router)
 
 
-def test_where_all_fail_the_one_that_fails_most_is_avoided(clock):
+def test_if_all_fail_the_one_that_fails_most_is_avoided(clock):
     router = Router(("a", "b", "c"), clock=clock)
     for slot in "aaaaaaaaaabcc":
         router.failed(slot)

@@ -109,7 +109,7 @@ def test_abort_waits_for_no_output_and_says_which_weights_sampled_the_tokens_so_
     assert engine.pauses == [("abort", True)] and engine.resets == 1
 
 
-def test_what_a_server_tells_that_decodes_for_this_one_stays(scene, monkeypatch):
+def test_what_a_server_reports_that_decodes_for_this_one_is_kept(scene, monkeypatch):
     from verl.workers.rollout.replica import TokenOutput
     from verl.workers.rollout.vllm_rollout import vllm_async_server
 
@@ -244,7 +244,7 @@ def test_drain_lets_requests_end_with_their_weights_and_those_that_wait_begin_wi
 
 
 @pytest.mark.parametrize("name", ["FleetServer", "DrainServer", "KeepServer"])
-def test_a_server_that_leaves_breaks_its_requests_off_and_sends_others_away(scene, name):
+def test_a_server_that_leaves_interrupts_its_requests_and_rejects_others(scene, name):
     async def script(server, engine):
         request = ask(server, "a", 5)
         await settle()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
 STEPS = ["abort", "release", "prepare", "init_process_group", "load", "finalize", "refill", "resume"]
 
 
-def test_an_update_is_verls_where_all_live(make):
+def test_an_update_is_verls_if_all_are_alive(make):
     log: list = []
     replicas = [Replica(0, log), Replica(1, log)]
     manager = make(*replicas)
@@ -26,7 +26,7 @@ def test_an_update_is_verls_where_all_live(make):
 
 @pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
 @pytest.mark.parametrize("step", STEPS)
-def test_an_update_goes_on_without_a_replica_that_dies_in_it(make, step, mode):
+def test_an_update_continues_without_a_replica_that_dies_in_it(make, step, mode):
     dying, other = Replica(0, **{step: mode}), Replica(1)
     manager = make(dying, other)
     manager.update_weights(global_steps=4)
@@ -74,7 +74,7 @@ class Wrong(Replica):
         raise TimeoutError("2 admitted requests did not reach vLLM's engine")
 
 
-def test_a_replica_that_fails_alone_is_as_good_as_dead(make, caplog):
+def test_the_only_replica_that_fails_counts_as_dead(make, caplog):
     wrong, other = Wrong(0), Replica(1)
     manager = make(wrong, other)
     manager.update_weights(global_steps=4)
@@ -82,7 +82,7 @@ def test_a_replica_that_fails_alone_is_as_good_as_dead(make, caplog):
     assert "2 admitted" in manager.failures[wrong] and "server 0 failed during the update of its weights" in caplog.text
 
 
-def test_a_newcomer_that_cannot_load_is_as_good_as_dead_though_it_is_asked_alone(make):
+def test_a_newcomer_that_cannot_load_counts_as_dead_even_if_it_is_asked_alone(make):
     wrong, other = Wrong(1), Replica(0)
     manager = make(other)
     manager.newcomers.append(wrong)
@@ -160,7 +160,7 @@ def test_newcomers_get_the_next_update_and_belong_to_it_then(make):
     assert [name for name, _ in new.log] == [name for name, _ in old.log] == STEPS
 
 
-def test_a_silent_replica_holds_no_update_up_and_comes_back_as_a_newcomer(make):
+def test_a_silent_replica_delays_no_update_and_comes_back_as_a_newcomer(make):
     silent, other = Replica(0, abort="hangs"), Replica(1)
     manager = make(silent, other)
     manager.suspected.add(silent)
@@ -191,7 +191,7 @@ def test_replicas_are_updating_only_while_they_load(make):
     assert [name for name, is_updating in seen if not is_updating] == STEPS[:2] + STEPS[6:]
 
 
-def test_newcomers_alone_get_the_weights_that_the_others_have(make):
+def test_only_newcomers_get_the_weights_that_the_others_have(make):
     old, new = Replica(0), Replica(1)
     manager = make(old)
     manager.update_weights(global_steps=4)

@@ -229,7 +229,7 @@ def test_a_request_that_had_no_token_or_comes_too_late_returns_empty(scene):
         assert output.token_ids == [] and output.stop_reason == "aborted" and output.extra_fields["server_failed"]
 
 
-def test_without_a_watch_verls_own_client_is_told_and_asks_no_dead_engine_again(scene):
+def test_without_a_watch_verls_own_client_asks_no_dead_engine_again(scene):
     """It takes `aborted` for an update under way, and asks the same server again once a second."""
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -261,7 +261,7 @@ def test_an_engine_ends_with_the_process_of_its_server(scene):
     scene(script)
 
 
-def test_a_stranger_with_the_number_of_an_engine_that_has_ended_lives_on(cpu_platform, monkeypatch):
+def test_a_process_with_the_pid_of_an_ended_engine_is_not_killed(cpu_platform, monkeypatch):
     from verl_ext.fleet import watched
 
     engine, stranger = (subprocess.Popen(["sleep", "60"]) for _ in range(2))

@@ -45,7 +45,7 @@ def test_log_probs_of_a_mixed_cache_are_not_computed_again():
         ({f"{ROLLOUT}.disaggregation.enabled": True}, "disaggregation"),
     ],
 )
-def test_only_vllms_servers_on_gpus_of_their_own_have_it(mode, changes, message):
+def test_only_vllms_servers_on_dedicated_gpus_have_it(mode, changes, message):
     (text,) = refused(changes | {"retool.fleet.weight_update": mode})
     assert message in text and f"weight_update is {mode}" in text and " -> " in text
     assert not refused(changes | {"retool.fleet.weight_update": "abort"})
@@ -95,7 +95,7 @@ def test_verl_gets_the_replica_of_the_mode(registry, mode, replica):
 
 
 @pytest.mark.parametrize("override", ["trainer.v1.trainer_mode=sync", "actor_rollout_ref.rollout.name=sglang"])
-def test_verls_own_stays_where_no_request_meets_an_update_and_with_other_servers(registry, override):
+def test_verls_own_stays_if_no_request_meets_an_update_and_with_other_servers(registry, override):
     before = dict(registry._registry)
     install(composed("abort", "dapo", override, "retool.fleet.health.enable=false"))
     assert registry._registry == before

@@ -66,7 +66,7 @@ UNTRUE = "1 prompts trained without a rollout, or did not train although a rollo
         ("trained", {"stale": 2}, UNTRUE),
     ],
 )
-def test_a_rollout_that_is_missing_or_doubled_is_told(tmp_path: Path, end: str, fates: dict, fault: str):
+def test_a_rollout_that_is_missing_or_doubled_is_reported(tmp_path: Path, end: str, fates: dict, fault: str):
     """The rollouts of `e`; as many of another prompt too many or too few would not make it sum."""
     made = ledger(tmp_path)
     made.draw({"g": "7+7"}, [2])
@@ -81,7 +81,7 @@ def test_rollouts_of_prompts_whose_number_nobody_noted_are_not_compared(tmp_path
     assert read_tally(tmp_path).faults() == []
 
 
-def test_a_ledger_that_an_older_version_began_goes_on(tmp_path: Path):
+def test_a_ledger_that_an_older_version_started_continues(tmp_path: Path):
     """It summed the rollouts of each step by `RolloutEnd`."""
     old = {"step": 1, "drawn": {"a": "1+1", "b": "2+2"}, "sizes": {"2": ["a", "b"]}, "ends": {"a": "trained"}}
     old |= {"seen": [], "in_queue": 1, "rollouts": {"answer": 2}, "retries": {}, "raised": []}
@@ -113,7 +113,7 @@ def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
         ({"g": "7+7"}, {}, "cd", 4, "5 prompts are open or wait with an end, but the queue held 4."),
     ],
 )
-def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen: str, in_queue: int, fault: str):
+def test_what_does_not_add_up_is_named(tmp_path: Path, drawn: dict, ends: dict, seen: str, in_queue: int, fault: str):
     made = ledger(tmp_path)
     assert read_tally(tmp_path).faults() == []
     made.draw(drawn, [2] * len(drawn))

@@ -55,7 +55,7 @@ def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
         ),
     ],
 )
-def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: str):
+def test_servers_that_do_not_add_up_are_reported(tmp_path: Path, events: list, fault: str):
     servers(tmp_path, ("run", ""), *events)
     assert fault in read_servers(tmp_path).faults()
     shown = command(tmp_path)
@@ -70,7 +70,7 @@ def test_a_start_of_the_run_after_a_half_written_line_begins_a_new_one(tmp_path:
     assert read_servers(tmp_path).alive == {"b"}
 
 
-def test_another_event_is_no_server(tmp_path: Path):
+def test_an_unknown_event_is_not_a_server(tmp_path: Path):
     servers(tmp_path, ("exploded", "a"))
     with pytest.raises(ValueError, match="an object with `event`"):
         read_servers(tmp_path)

@@ -71,7 +71,7 @@ def test_another_failure_says_nothing_of_the_disk_and_an_older_one_does_not_coun
     assert failure.startswith("CommandFailed\n") and "disk is full" not in failure.lower()
 
 
-def test_a_broken_off_checkpoint_is_offered_for_deletion_by_its_size(tmp_path):
+def test_an_interrupted_checkpoint_is_offered_for_deletion_with_its_size(tmp_path):
     (tmp_path / ".saving").mkdir()
     (tmp_path / ".saving" / "model.pt").write_bytes(bytes(2_000_000))
     assert f"`rm -r {tmp_path}/.saving` frees 2.0 MB of an interrupted checkpoint." in disk.describe(tmp_path)
@@ -112,6 +112,6 @@ def test_a_disk_so_full_that_the_log_could_not_be_written_is_found_by_its_free_s
     assert f"The disk is full: {out}/rl (on {out}), 0.0 MB of 8.4 MB are free." in failure
 
 
-def test_proc_is_no_disk_and_a_folder_with_space_is_not_full(tmp_path):
+def test_proc_is_not_a_disk_and_a_folder_with_space_is_not_full(tmp_path):
     assert not disk.is_full(Path("/proc")) and not disk.is_full(tmp_path / "not" / "there" / "yet")
     assert os.statvfs("/proc").f_blocks == 0

@@ -12,7 +12,7 @@ import pytest
 from verl_ext.quickstart import pipeline
 
 
-def test_help_names_every_option_also_where_nothing_is_installed(monkeypatch, capsys):
+def test_help_names_every_option_even_if_nothing_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pipeline", "--help"])
     with pytest.raises(SystemExit) as ended:
         pipeline.main()
@@ -97,7 +97,7 @@ def test_the_tiny_model_is_for_a_cpu_and_no_command_replaces_the_stack(
         (["outputs/quickstart"], "unrecognized arguments: outputs/quickstart"),
     ],
 )
-def test_a_wrong_argument_is_told_before_the_install(checkout, arguments, said):
+def test_a_wrong_argument_is_reported_before_the_install(checkout, arguments, said):
     done, installed = checkout("quickstart.sh", *arguments)
     assert (done.returncode, installed) == (2, False)
     assert said in done.stderr
@@ -125,7 +125,7 @@ def test_right_arguments_come_to_the_install(checkout, script, arguments):
     assert (done.returncode, installed) == (9, True), done.stderr
 
 
-def test_each_model_has_a_folder_of_its_own():
+def test_each_model_has_its_own_folder():
     from verl_ext.quickstart.options import DEFAULT_OUT, parse_options
     from verl_ext.quickstart.rungs import RUNGS
 

@@ -173,7 +173,7 @@ def test_data_and_model_are_made_with_the_runs_seed_and_arguments(make_run, tmp_
     assert build[2:] == ["--out", str(tmp_path / "model"), "--seed", "5"]
 
 
-def test_the_small_rung_has_tools_and_launchers_of_its_own(make_run, tmp_path):
+def test_the_small_rung_has_its_own_tools_and_launchers(make_run, tmp_path):
     run = make_run(rung=pipeline.RUNGS["small"], data_args=["--rl=64"])
     pipeline.make_data(run)
     pipeline.train_sft(run)

@@ -21,7 +21,7 @@ CODE = '"""Formulas."""\n\n\ndef half(x):\n    """x / 2."""\n    return x / 2\n'
         (CODE.replace("half(x)", "half(x, y=1)"), False),
     ],
 )
-def test_code_is_other_code_where_it_does_something_else(tmp_path: Path, monkeypatch, other: str, same: bool) -> None:
+def test_code_is_other_code_if_it_does_something_else(tmp_path: Path, monkeypatch, other: str, same: bool) -> None:
     monkeypatch.setattr(rungs, "REPO", tmp_path)
     (tmp_path / "a.py").write_text(CODE)
     before = rungs.digest("*.py")

@@ -11,7 +11,7 @@ from verl_ext.quickstart.pipeline import Journal, run_pipeline
 from verl_ext.quickstart.source import NoSource, find_source
 
 
-def test_from_takes_data_and_sft_and_runs_rl_with_settings_of_its_own(source, make_run, called, tmp_path, capsys):
+def test_from_takes_data_and_sft_and_runs_rl_with_its_own_settings(source, make_run, called, tmp_path, capsys):
     out = tmp_path / "second"
     out.mkdir()
     run = make_run(out=out, seed=3, rl=["b=2"], source=find_source(source))
@@ -56,7 +56,7 @@ def test_from_names_what_its_folder_lacks(source, gone):
         find_source(source)
 
 
-def test_each_from_gets_a_folder_of_its_own_and_the_same_command_its_own_again(source, make_run, called):
+def test_each_from_gets_its_own_folder_and_the_same_command_gets_it_again(source, make_run, called):
     def start(rl):
         run = make_run(out=Path(), rl=rl, source=find_source(source))
         run.out = pipeline.next_folder(run)

@@ -265,7 +265,7 @@ with supervise.Supervisor() as supervisor:
     assert 0.08 <= first < 0.2 and second == 0.0
 
 
-def test_processes_that_were_there_before_and_the_sandbox_server_are_left_alone(tmp_path):
+def test_processes_that_were_there_before_and_the_sandbox_server_survive(tmp_path):
     code = """
 import json, subprocess
 def sleeper(*names):

@@ -34,7 +34,7 @@ GOLD = {"answer": [2, 3], "unit": "cm"}
         {"raw_prompt": [USER, {"role": "assistant", "content": "2"}, USER]},
     ],
 )
-def test_rows_that_share_their_last_message_are_problems_of_their_own(other):
+def test_rows_that_share_their_last_message_are_different_problems(other):
     assert problem_of(ROW) != problem_of(ROW | other)
 
 
@@ -53,7 +53,7 @@ def test_a_row_that_comes_again_is_the_same_problem(other):
     assert problem_of(ROW) == problem_of(ROW | other)
 
 
-def test_where_no_id_is_given_the_index_tells_rows_apart_and_else_their_content():
+def test_without_an_id_the_index_distinguishes_rows_or_else_their_content():
     def name(**info):
         return problem_of(ROW | {"extra_info": info})
 
@@ -64,7 +64,7 @@ def test_where_no_id_is_given_the_index_tells_rows_apart_and_else_their_content(
     assert name(index=0) != problem_of(ROW | {"extra_info": {"index": 0}, "data_source": "yours"})
 
 
-def test_a_gold_that_is_no_text_is_told_by_its_content():
+def test_a_gold_that_is_not_text_is_identified_by_its_content():
     def name(gold):
         return problem_of(ROW | {"reward_model": {"ground_truth": gold}})
 

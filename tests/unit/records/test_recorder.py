@@ -99,7 +99,7 @@ def test_every_end_of_a_prompt_is_in_the_rows_and_a_filler_is_trained_on(tmp_pat
     assert advantages == {0.7, None}
 
 
-def test_a_validation_has_a_file_of_its_own_and_no_outcome(tmp_path):
+def test_a_validation_has_a_separate_file_and_no_outcome(tmp_path):
     writer = Recorder(tmp_path, SETTINGS)
     for uid in ("v", "raised"):
         writer.group(group(uid, step=4, validate=True))
@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_warning_and_the_next_step_is_tried_again(tmp_path, m
     assert caplog.text.count("No space left on device") == 2, "it had room meanwhile"
 
 
-def test_a_disk_that_takes_small_files_alone_is_one_warning(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_takes_only_small_files_is_one_warning(tmp_path, monkeypatch, caplog):
     writer, write = Recorder(tmp_path, SETTINGS), store.write
 
     def takes_no_trajectories(path, kind, *arguments):
@@ -173,7 +173,7 @@ def test_a_disk_that_takes_small_files_alone_is_one_warning(tmp_path, monkeypatc
     assert caplog.text.count("No space left on device") == 1 and writer.unwritten == 3
 
 
-def test_a_full_disk_is_told_also_after_an_error_of_ours(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_reported_even_after_a_bug_of_ours(tmp_path, monkeypatch, caplog):
     writer = Recorder(tmp_path, SETTINGS)
     writer.times(1, [{"what": 3, "start_s": "x", "end_s": None}])
     assert "due to a bug in verl_ext" in caplog.text
@@ -272,7 +272,7 @@ def test_a_group_of_a_validation_that_never_comes_is_noted(tmp_path):
     assert file.validate and len(table) == 2 and table.schema.metadata[LOST_KEY] == b"1"
 
 
-def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on_from_it(tmp_path, caplog):
+def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_resumes_it(tmp_path, caplog):
     """Step 2 ends with a checkpoint and three groups in the queue; the run is killed in step 3, which has sent one."""
     killed = Recorder(tmp_path, SETTINGS)
     for uid in ("done", "useful", "surplus", "running"):
@@ -343,7 +343,7 @@ def ended(tmp_path):
     return tmp_path
 
 
-def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(ended, tmp_path):
+def test_a_finished_run_that_continues_has_no_row_twice(ended, tmp_path):
     assert outcomes(tmp_path, 1)["open_0"][0] == "open" and store.cpu_seconds(tmp_path)[1] > 7
 
     again = Recorder(tmp_path, SETTINGS)  # with no step left to take
@@ -385,7 +385,7 @@ def test_a_start_removes_half_files_and_a_resume_later_steps(tmp_path):
     assert [file.step for file in store.files_of(tmp_path)] == [1, 2] and not half.exists()
 
 
-def test_a_run_that_begins_anew_says_how_many_files_of_an_earlier_one_it_removes(tmp_path, caplog):
+def test_a_run_that_starts_over_says_how_many_files_of_an_earlier_one_it_removes(tmp_path, caplog):
     for step in (1, 2, 3):
         store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [])
     Recorder(tmp_path, SETTINGS).resume(2)

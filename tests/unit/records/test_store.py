@@ -139,7 +139,7 @@ def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
     assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
 
 
-def test_the_command_ends_without_an_error_where_its_reader_has_enough(tmp_path):
+def test_the_command_ends_without_an_error_if_its_reader_has_enough(tmp_path):
     many = [ROW | {"prompt": "a" * 2000, "session": session} for session in range(200)]  # more than a pipe holds
     store.write(store.path_of(tmp_path, "trajectories", 1), "trajectories", many)
     command = [sys.executable, "-m", "verl_ext.records.store", str(tmp_path)]

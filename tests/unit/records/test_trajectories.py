@@ -106,7 +106,7 @@ def test_a_call_that_was_not_run_and_one_of_another_tool_have_their_arguments():
     assert (call["status"], call["code"], call["fault"]) == ("not_run", '{"item": "tea"}', None)
 
 
-def test_a_rollout_that_raised_has_a_row_of_its_own():
+def test_a_rollout_that_raised_has_its_own_row():
     columns = raised_columns(3, KeyError("x"), started_s=1.0, ended_s=2.0)
     row = problem_columns(SAMPLE, validate=True) | columns
     assert (row["end_reason"], row["exception"], row["fault"]) == ("raised", "KeyError: 'x'", "ours")
@@ -162,7 +162,7 @@ def test_a_verdict_of_another_type_is_a_number(tmp_path, acc):
     ("index", "stored"),
     [(9, 9), (np.int64(9), 9), (None, None), ("9a9b6eb4-a1cb", None), (np.str_("9"), None), (True, None), (0.5, None)],
 )
-def test_an_index_that_is_no_number_is_left_out_and_costs_no_row(tmp_path, index, stored):
+def test_an_index_that_is_not_a_number_is_left_out_and_costs_no_row(tmp_path, index, stored):
     """DAPO-Math-17k has a UUID in `extra_info.index`."""
     row = row_of() | problem_columns(SAMPLE | {"index": index}, validate=False)
     store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row])

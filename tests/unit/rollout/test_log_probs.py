@@ -26,7 +26,7 @@ def test_missing_log_probs_raise(log_probs):
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, -math.inf, math.inf])
-def test_a_log_prob_that_is_no_number_raises(wrong):
+def test_a_log_prob_that_is_not_finite_raises(wrong):
     with pytest.raises(ValueError, match="1 of the 2 log-probs that the server sent are not finite"):
         checked_log_probs([-0.5, wrong], [7, 8])
 

@@ -26,7 +26,7 @@ logging.getLogger("other").info("a request")
         ({"LOG_LEVEL": "ERROR"}, []),  # the user's own wish
     ],
 )
-def test_a_warning_is_said(variables, said):
+def test_a_warning_is_logged(variables, said):
     pytest.importorskip("model_hosting_container_standards", reason="a dependency of vLLM, which is not installed")
     env = {name: value for name, value in os.environ.items() if not name.endswith("LOG_LEVEL")} | variables
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=60)

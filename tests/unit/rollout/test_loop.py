@@ -66,7 +66,7 @@ def test_the_server_is_asked_for_one_message_per_request_without_importing_vllm_
     assert pickle.loads(sent) == "final only"
 
 
-def test_the_engine_stops_by_token_where_the_tag_is_one(roll_out, tokenizer, qwen_tokenizer, encode, answer):
+def test_the_engine_stops_by_token_if_the_tag_is_one(roll_out, tokenizer, qwen_tokenizer, encode, answer):
     _, server, _ = roll_out(tokenizer, [encode(CALL), answer], ["2"])
     assert [call["stop_token_ids"] for call in server.calls] == [encode("</code>")] * 2
     assert len(encode("</code>")) == 1
@@ -109,7 +109,7 @@ def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, mo
     assert encoded == [["hi"], ["hi", "ho"]]
 
 
-def test_the_models_tokens_stay_as_sampled_where_their_text_would_be_tokenised_otherwise(roll_out, tokenizer, answer):
+def test_the_models_tokens_stay_as_sampled_if_their_text_would_be_tokenised_differently(roll_out, tokenizer, answer):
     from tokenizers import AddedToken
 
     odd = copy.deepcopy(tokenizer)
@@ -235,7 +235,7 @@ def test_num_turns_counts_user_model_and_tool_turns(roll_out, tokenizer, encode,
     assert roll_out(tokenizer, [encode(CALL)], [FAILURE])[0].num_turns == 2  # the tool did not answer
 
 
-def test_log_probs_are_absent_where_none_were_asked_for(roll_out, tokenizer, encode, answer):
+def test_log_probs_are_absent_if_none_were_requested(roll_out, tokenizer, encode, answer):
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["2"], logprobs=False)
     assert output.response_logprobs is None
 

@@ -35,7 +35,7 @@ def test_the_call_beyond_max_tool_calls_is_not_run(roll_out, tokenizer, encode):
     assert output.response_ids == call + encode(BLOCK_2) + call
 
 
-def test_a_sandbox_failure_ends_the_rollout_and_is_no_error_of_the_model(roll_out, tokenizer, encode):
+def test_a_sandbox_failure_ends_the_rollout_and_is_not_the_models_error(roll_out, tokenizer, encode):
     output, *_ = roll_out(tokenizer, [encode(CALL)], [FAILURE])
     assert output.extra_fields["finish_reason"] == "sandbox_failure"
     assert output.extra_fields["tool_errors"] == 0
@@ -125,7 +125,7 @@ def test_code_without_a_closing_tag_is_answered_after_the_end_of_the_turn(roll_o
     assert output.extra_fields["model_spans"][0] == (0, len(turn))
 
 
-def test_malformed_calls_have_a_limit_of_their_own(roll_out, tokenizer, encode, answer):
+def test_malformed_calls_have_a_separate_limit(roll_out, tokenizer, encode, answer):
     bad = encode("<code></code>")
     output, *_ = roll_out(tokenizer, [bad, bad, bad], max_malformed_calls=2, max_tool_calls=0)
     assert output.extra_fields["finish_reason"] == "malformed_limit"
@@ -135,7 +135,7 @@ def test_malformed_calls_have_a_limit_of_their_own(roll_out, tokenizer, encode, 
     assert output.extra_fields["finish_reason"] == "answer"
 
 
-def test_the_last_code_is_run_where_that_is_asked_for(roll_out, tokenizer, encode):
+def test_the_last_code_is_run_if_requested(roll_out, tokenizer, encode):
     call = encode(CALL)
     output, _, sandbox = roll_out(tokenizer, [call, call], ["2", "2"], max_tool_calls=1, run_last_code=True)
     assert output.extra_fields["finish_reason"] == "max_turns"
@@ -233,7 +233,7 @@ def test_what_the_model_wrote_comes_back_as_text_in_the_answer_to_a_malformed_ca
     assert reply.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
-def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, encode, answer):
+def test_what_a_rollout_did_is_recorded_if_that_is_on(roll_out, tokenizer, encode, answer):
     failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
     turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]
     recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}

@@ -24,7 +24,7 @@ def texts(output, tokenizer):
         (["in `<code>` and `</code>", f"` {CALL}"], ["</code>", "</code>"]),
     ],
 )
-def test_a_turn_that_stops_at_a_draft_goes_on(roll_out, tokenizer, encode, answer, parts, stops):
+def test_a_turn_that_stops_at_a_draft_continues(roll_out, tokenizer, encode, answer, parts, stops):
     output, server, sandbox = roll_out(tokenizer, [*map(encode, parts), answer], ["2"], response_length=200)
     call = [i for part in parts for i in encode(part)]
     assert sandbox.codes == ["print(1+1)"]
@@ -72,7 +72,7 @@ def test_thinking_that_ends_with_the_turn_is_an_answer_without_a_call(roll_out, 
     assert output.extra_fields["finish_reason"] == "answer" and sandbox.codes == [] and output.num_turns == 2
 
 
-def test_a_turn_that_is_aborted_while_it_goes_on_is_aborted(roll_out, tokenizer, encode):
+def test_a_continued_turn_that_is_aborted_is_aborted(roll_out, tokenizer, encode):
     turns = [encode("<think><code>9</code>"), (encode(f"</think>{CALL}"), "aborted", {})]
     output, _, sandbox = roll_out(tokenizer, turns)
     assert output.extra_fields["finish_reason"] == "aborted" and sandbox.codes == []
@@ -126,7 +126,7 @@ def test_a_draft_before_a_hermes_call_runs_once(roll_out, tokenizer, encode):
     assert sandbox.codes == ["1"] and output.extra_fields["tool_use"]["malformed"] == {}
 
 
-def test_each_request_of_a_repeatable_turn_has_a_seed_of_its_own(roll_out, tokenizer, encode, answer):
+def test_each_request_of_a_repeatable_turn_has_its_own_seed(roll_out, tokenizer, encode, answer):
     turns = [encode("<think><code>9</code>"), encode("</think>"), encode(CALL), answer]
     _, server, _ = roll_out(
         tokenizer, turns, ["2"], response_length=200, repeatable=True, prompt={"uid": "a", "session_id": 0}

@@ -21,7 +21,7 @@ def test_neighbours_of_one_version_are_one_span_and_a_tools_tokens_part_them():
     assert joined([(0, 3, 4)], [(7, 9, 4)]) == [(0, 3, 4), (7, 9, 4)]
 
 
-def test_the_oldest_version_is_unknown_where_one_is():
+def test_the_oldest_version_is_unknown_if_any_is():
     assert oldest([(0, 3, 4), (3, 5, 2)]) == 2
     assert oldest([(0, 3, 4), (3, 5, None)]) is None and oldest([]) is None
 
@@ -108,7 +108,7 @@ def test_a_response_says_which_version_wrote_which_token(roll_out, tokenizer, en
     assert [turn["server"] for turn in output.extra_fields["trajectory"]["turns"]] == ["a:1", "b:1"]
 
 
-def test_without_a_client_of_verl_a_turn_has_the_version_that_its_server_told(roll_out, tokenizer, encode, answer):
+def test_without_a_client_of_verl_a_turn_has_the_version_that_its_server_reported(roll_out, tokenizer, encode, answer):
     turns = [(encode("<code>print(1+1)</code>"), "completed", {"global_steps": 5}), (answer, "completed", {})]
     fields = roll_out(tokenizer, turns, ["2"])[0].extra_fields
     assert [version for *_, version in fields["version_spans"]] == [5, None]

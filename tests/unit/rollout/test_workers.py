@@ -90,7 +90,7 @@ def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(rol
 
 
 @pytest.mark.parametrize(("told", "expected"), [({}, "sandbox_failure"), ({"finish_reason": "its word"}, "its word")])
-def test_a_reward_manager_that_says_not_how_a_rollout_ended_gets_it_said(told: dict, expected: str) -> None:
+def test_a_reward_manager_that_does_not_say_how_a_rollout_ended_gets_it_added(told: dict, expected: str) -> None:
     """Validations read it there (trainer/failed_samples.py): a lost sandbox would be a wrong answer."""
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
@@ -279,7 +279,7 @@ def test_number_of_replicas(nodes: int, gpus: int, tensor_parallel: int, expecte
 
 
 @pytest.mark.parametrize(("hybrid", "expected"), [(False, 3), (True, 5)])
-def test_servers_of_their_own_are_counted_and_those_beside_the_actor(hybrid: bool, expected: int) -> None:
+def test_dedicated_servers_are_counted_and_those_on_the_actors_gpus(hybrid: bool, expected: int) -> None:
     from verl_ext.rollout.workers import number_of_replicas
 
     rollout = {"tensor_model_parallel_size": 4, "data_parallel_size": 1, "nnodes": 2, "n_gpus_per_node": 6}
@@ -306,7 +306,7 @@ def test_the_ring_has_the_data_parallel_ranks_of_one_server_to_choose_from(routi
         ("separate_async", "FullyAsyncLLMServerClient"),
     ],
 )
-async def test_loops_in_the_server_ask_it_directly_and_go_on_after_an_update(
+async def test_loops_in_the_server_ask_it_directly_and_continue_after_an_update(
     monkeypatch, mode: str, client: str
 ) -> None:
     """In the asynchronous modes a weight update interrupts requests, and only verl's client for these modes resumes."""

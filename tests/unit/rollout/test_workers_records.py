@@ -102,7 +102,7 @@ def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, capl
     assert bool(recorder.sent) is recorded and ("due to a bug in verl_ext" in caplog.text) is not recorded
 
 
-def test_a_recorder_that_cannot_be_told_fails_no_rollout(roll_out_prompt, caplog) -> None:
+def test_a_recorder_that_cannot_be_reached_fails_no_rollout(roll_out_prompt, caplog) -> None:
     def remote(groups: Any, cpu_s: float) -> None:
         raise RuntimeError("the actor is gone")
 

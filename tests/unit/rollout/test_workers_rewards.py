@@ -20,7 +20,7 @@ async def rolled_out() -> tuple[list[int], None]:
     + [("acc", None), ("acc", "right"), ("reward", np.array([1.0, 2.0])), ("score", math.nan), ("score", None)]
     + [("score", "1"), ("a term of one's own", math.nan), ("a term of one's own", np.float32("inf"))],
 )
-def test_a_reward_that_is_no_number_stops_the_run_with_a_sentence(
+def test_a_reward_that_is_not_a_number_stops_the_run_with_a_sentence(
     roll_out_prompt, name, value, validate, caplog
 ) -> None:
     """The tag is there before the status by which the trainer looks for it. No other response would have another end,

@@ -26,7 +26,7 @@ def test_a_batch_is_read_as_it_was_written_and_padding_is_not_stored(tmp_path):
     assert [path.name for path in (tmp_path / "recorded_batches").iterdir()] == ["step_7.pt"]
 
 
-def test_a_step_that_was_not_recorded_is_told_with_those_that_were(tmp_path):
+def test_a_step_that_was_not_recorded_is_reported_with_those_that_were(tmp_path):
     for step in (10, 9):
         write_batch(path_of(tmp_path, step), BATCH, torch.tensor([3, 1]))
     with pytest.raises(FileNotFoundError, match="Recorded steps: 9, 10. .*retool.record_batches.enable=true"):
@@ -35,7 +35,7 @@ def test_a_step_that_was_not_recorded_is_told_with_those_that_were(tmp_path):
         read_batch(tmp_path / "other", 3)
 
 
-def test_a_file_of_something_else_is_told(tmp_path):
+def test_a_file_of_something_else_is_reported(tmp_path):
     path_of(tmp_path, 1).parent.mkdir()
     torch.save({"lengths": torch.tensor([1])}, path_of(tmp_path, 1))
     with pytest.raises(ValueError, match="step_1.pt is not a recorded batch"):

@@ -107,7 +107,7 @@ def test_a_line_that_is_not_known_to_be_on_the_disk_is_taken_back(tmp_path: Path
     assert path.read_text() == "one\n"
 
 
-def test_a_file_that_goes_while_its_folder_is_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_vanishes_during_a_sync_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stays").touch()
     monkeypatch.setattr(os, "walk", lambda *_, **__: [(str(tmp_path), [], ["gone", "stays"])])
     durable.sync_tree(tmp_path)

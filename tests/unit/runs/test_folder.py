@@ -43,7 +43,7 @@ def test_a_run_is_known_by_what_its_launcher_leaves(tmp_path, files, kind):
     assert find_run(tmp_path).kind == kind
 
 
-def test_a_folder_that_is_no_run_says_what_was_looked_for_and_which_runs_are_in_it(tmp_path):
+def test_a_folder_that_is_not_a_run_says_what_was_expected_and_which_runs_are_in_it(tmp_path):
     put(tmp_path / "outputs" / "notes.txt")
     put(tmp_path / "outputs" / "mine" / "metrics-1.jsonl", logged("train/loss"))
     with pytest.raises(NoRun) as raised:
@@ -98,7 +98,7 @@ def test_dumps_in_the_folder_where_a_command_runs_belong_to_no_run(tmp_path, mon
     assert dumps_of(tmp_path / "run", "validation_data_dir", "validation") == []
 
 
-def test_validations_are_those_of_the_records_but_where_some_are_light(tmp_path):
+def test_validations_are_those_of_the_records_unless_some_are_light(tmp_path):
     """A light validation is in the records as a whole one is; its dumps have a separate folder."""
     dump = put(tmp_path / "validation" / "5.jsonl")
     recorded = put(tmp_path / "records" / "trajectories" / "val_000005.parquet")
@@ -110,7 +110,7 @@ def test_validations_are_those_of_the_records_but_where_some_are_light(tmp_path)
     assert sample_files(tmp_path) == [recorded]
 
 
-def test_validations_are_the_dumps_where_the_recorder_has_removed_the_first(tmp_path):
+def test_validations_are_the_dumps_if_the_recorder_has_removed_the_first(tmp_path):
     dumps = [put(tmp_path / "validation" / f"{step}.jsonl") for step in (0, 5)]
     recorded = [put(tmp_path / "records" / "trajectories" / f"val_{step:06d}.parquet") for step in (0, 5)]
     assert sample_files(tmp_path) == recorded

@@ -9,7 +9,7 @@ from verl_ext.runs import jsonl
 @pytest.mark.parametrize(
     "half", [b'{"b": 2', b'{"b": "\xe2\x82', b"\0\0\0"], ids=["cut", "within a character", "zeros"]
 )
-def test_a_half_written_last_line_is_left_out_and_said(tmp_path, caplog, half):
+def test_an_incomplete_last_line_is_left_out_and_reported(tmp_path, caplog, half):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n\n' + half)
     with caplog.at_level(logging.WARNING):

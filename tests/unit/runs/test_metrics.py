@@ -37,7 +37,7 @@ def test_of_two_starts_from_the_same_step_the_later_wins(tmp_path, late, early):
     assert read_metrics([late, early]).curve("a") == ([1], [2.0])
 
 
-def test_a_start_that_goes_on_from_a_checkpoint_drops_the_later_steps_of_those_before_it(tmp_path):
+def test_a_start_that_resumes_a_checkpoint_drops_the_later_steps_of_earlier_starts(tmp_path):
     """A second start begins with the validation of its checkpoint; a third one only validates."""
     first = write(tmp_path / "metrics-10.jsonl", [timed(step, 9, 1) for step in range(1, 8)])
     resumed = [(4, {"val": 0.5}), timed(5, 7, 1)]
@@ -52,14 +52,14 @@ def test_a_start_that_goes_on_from_a_checkpoint_drops_the_later_steps_of_those_b
     assert [tuple(start) for start in metrics.starts] == [(0, 7), (4, 5)]
 
 
-def test_values_that_are_no_numbers_or_of_no_use_are_left_out(tmp_path):
+def test_values_that_are_not_numbers_or_useless_are_left_out(tmp_path):
     """A mean of some 1e308 overflows, and an integer of 400 digits is no float."""
     wrong = {"a": None, "b": "x", "c": float("nan"), "e": -float("inf"), "f": 10**400, "g": -1e308}
     path = write(tmp_path / "metrics.jsonl", [(1, {**wrong, "d": 1})])
     assert read_metrics([path]).steps == {1: {"d": 1.0}}
 
 
-def test_entropy_comes_from_the_update_where_nothing_else_logs_it(tmp_path):
+def test_entropy_comes_from_the_update_if_nothing_else_logs_it(tmp_path):
     path = write(
         tmp_path / "metrics.jsonl",
         [

@@ -35,7 +35,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize("read", [parquet.read, parquet.count_rows, lambda path: list(parquet.stream(path))])
-def test_what_is_no_parquet_or_cut_short_is_named(tmp_path, read):
+def test_what_is_not_parquet_or_is_truncated_is_named(tmp_path, read):
     path = tmp_path / "a.parquet"
     for content in (b"", b"PAR1", b"no Parquet at all"):
         path.write_bytes(content)

@@ -37,7 +37,7 @@ def test_a_group_of_one_has_advantage_0(advantages, estimator):
     assert found["one_0_0"] == found["one_0_1"] == [0.0, 0.0, 0.0] and found["a_0_0"][0] > 0.1
 
 
-def test_a_group_of_one_trains_where_the_estimator_has_no_groups(advantages):
+def test_a_group_of_one_trains_if_the_estimator_has_no_groups(advantages):
     """reinforce_plus_plus compares with the batch: rewards 1 and 0 lie on both sides of its mean."""
     found = advantages({"one_0_0": 1.0, "two_0_0": 0.0}, (), "reinforce_plus_plus")
     assert found["one_0_0"][0] > 0 > found["two_0_0"][0]
@@ -96,7 +96,7 @@ def test_advantages_of_unequal_groups_are_verls(advantages, estimator):
 
 @pytest.mark.parametrize("estimator", ["grpo", "maxrl", "reinforce_plus_plus"])
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_number_is_refused(advantages, estimator, reward):
+def test_a_reward_that_is_not_a_number_is_refused(advantages, estimator, reward):
     """verl would make all advantages of the group NaN, and skip the update."""
     with pytest.raises(ValueError, match=rf"The reward of b_1_0 .* is {reward}; expected a finite number"):
         advantages(FILLED | {"b_0_0": 1.0, "b_1_0": reward}, (), estimator)

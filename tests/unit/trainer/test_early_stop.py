@@ -83,7 +83,7 @@ def full(value):
     return {"val-core/aime/acc/mean@30": value}
 
 
-def test_the_watch_goes_on_counting_over_a_resume(tmp_path):
+def test_the_watch_continues_counting_over_a_resume(tmp_path):
     journal = tmp_path / "early_stop.jsonl"
     watch = EarlyStopWatch(EarlyStop(**SETTINGS), StepJournal(journal))
     for step in (0, 5, 10):

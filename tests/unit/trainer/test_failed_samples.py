@@ -16,7 +16,7 @@ def figures_of(samples, expected=None, **columns):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_nothing_failed_the_figures_and_their_names_are_verls(seed, cpu_platform):
+def test_if_nothing_failed_the_figures_and_their_names_are_verls(seed, cpu_platform):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     rng = random.Random(seed)

@@ -36,7 +36,7 @@ def test_rollouts_of_a_group_that_aged_are_stale():
     assert group(PromptEnd.STALE, void=["u_0_0"]).fates() == {"stale": 4, "failed/sandbox_failure": 1}
 
 
-def test_a_group_of_which_resampling_keeps_void_turns_alone_trains_nothing():
+def test_a_group_of_which_resampling_keeps_only_void_turns_trains_nothing():
     accs = {"u_0_0": 1.0, "u_1_0": 1.0, "u_2_0": 0.0, "u_3_0": 0.0}
     made = group(PromptEnd.OPEN, valid=accs, excluded={}, void=["u_0_0", "u_2_0"], dropped=["u_1_0", "u_3_0"])
     assert made.judge(lost=PromptEnd.FAILED) is PromptEnd.VOID

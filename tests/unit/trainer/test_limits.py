@@ -41,7 +41,7 @@ def test_verls_worker_is_the_one_that_is_replaced():
     assert ActorRolloutRefWorker.init_model.__code__.co_name == "init_model_in_group", "verl_ext puts its own there"
 
 
-def test_torch_has_no_time_out_of_its_own_for_an_hour():
+def test_torch_itself_has_no_time_out_for_an_hour():
     """The limit of a process group that asks for none; the number in the docstring."""
     from torch.distributed import distributed_c10d as torchs
 

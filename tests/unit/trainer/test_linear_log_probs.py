@@ -43,7 +43,7 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(temperature, coeffic
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_loss_of_the_entropy_alone_has_its_gradient():
+def test_a_loss_of_only_the_entropy_has_its_gradient():
     hidden, weight = inputs()
     assert torch.autograd.gradcheck(lambda h, w: linear_log_probs(h, w, LABELS, 0.8)[1], (hidden, weight))
 

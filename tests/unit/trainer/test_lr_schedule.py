@@ -77,7 +77,7 @@ def test_verls_own_schedules_are_verls_own_numbers(cpu_platform, kind):
     assert learning_rates(make_config(lr_scheduler_type=kind)) == expected
 
 
-def test_a_resumed_schedule_goes_on_where_it_was(cpu_platform):
+def test_a_resumed_schedule_continues_where_it_was(cpu_platform):
     import torch
     from verl.workers.engine import EngineRegistry
 

@@ -154,7 +154,7 @@ def test_a_micro_batch_without_a_token_has_loss_0(call, name):
 
 
 @pytest.mark.parametrize("name,mode", [("retool_ppo", TOKENS), ("vanilla", TOKENS), ("retool_gspo", RESPONSES)])
-def test_a_mini_batch_without_a_token_has_loss_0_also_beside_its_entropy(cpu_platform, name, mode):
+def test_a_mini_batch_without_a_token_has_loss_0_even_with_an_entropy_term(cpu_platform, name, mode):
     """verl: 0 tokens, a mean of 0 / 0, and 0 x NaN = NaN."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPActorConfig
@@ -302,7 +302,7 @@ def test_what_does_not_fit_an_objective_is_refused_at_the_start(cpu_platform, ob
     [("dapo", "separate_async", True), ("dapo", "sync", False), ("icepop", "separate_async", False)]
     + [("glm5_async", "colocate_async", False), ("gspo", "colocate_async", True)],
 )
-def test_an_objective_that_does_not_see_stale_tokens_is_told_where_there_are_some(
+def test_an_objective_that_does_not_see_stale_tokens_is_reported_if_there_are_some(
     cpu_platform, caplog, objective, mode, is_told
 ):
     from verl_ext.settings import compose_run

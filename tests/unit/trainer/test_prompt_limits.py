@@ -82,7 +82,7 @@ def test_the_interpreters_schema_counts_which_verls_filter_does_not_see(load, qw
     longest(100, "retool.protocol=code", prompts=("1+1?", ("1+1?", "single_turn_agent", None)))
 
 
-def test_a_row_that_selects_tools_shows_these_alone(load, qwen_tokenizer, tmp_path):
+def test_a_row_that_selects_tools_shows_only_these(load, qwen_tokenizer, tmp_path):
     tool = (ROOT / "configs" / "tools" / "code_interpreter.yaml").read_text()
     long = tool.replace("name: code_interpreter", "name: other").replace(
         "description: ", "description: " + "1 " * 300, 1

@@ -120,7 +120,7 @@ def test_the_order_and_the_pace_of_arrival_change_nothing(sample: Callable[..., 
     assert any(other != plain[0] for other in plain), "an order that matters to nobody shows nothing"
 
 
-def test_a_wait_for_all_rollouts_ends_where_one_can_never_come() -> None:
+def test_a_wait_for_all_rollouts_ends_if_one_can_never_come() -> None:
     """The rollout can never come because the process of its agent loop is gone."""
     from verl_ext.trainer.queue import check_while_waiting
     from verl_ext.trainer.repeatable import CompletedRounds
@@ -157,7 +157,7 @@ def test_names_sort_as_they_were_given_and_a_resumed_run_gives_them_again() -> N
     assert [resumed.uuid4() for _ in range(3)] == given[300:]
 
 
-def test_seconds_and_memory_go_where_a_comparison_leaves_them_out() -> None:
+def test_seconds_and_memory_have_names_that_a_comparison_leaves_out() -> None:
     from verl_ext.trainer.repeatable import move_measured
 
     metrics = {"tool/run_s": 1.0, "tool/calls": 2.0, "actor/perf/cpu_memory_used_gb": 3.0, "perf/throughput": 4.0}

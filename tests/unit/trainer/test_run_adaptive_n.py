@@ -103,6 +103,6 @@ def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, t
     )
 
 
-def test_adaptive_n_refuses_a_sampler_that_tells_nothing(make):
+def test_adaptive_n_refuses_a_sampler_that_reports_nothing(make):
     with pytest.raises(ValueError, match="adaptive_n needs .* a sampler that reports .* ReplayBuffer. Set verl_ext"):
         make(ON["adaptive_n"], "trainer.v1.sampler.custom_sampler.path=null")

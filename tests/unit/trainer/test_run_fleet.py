@@ -51,7 +51,7 @@ def started(make, cpu_platform, monkeypatch, tmp_path):
     return start
 
 
-def test_servers_are_watched_and_asked_by_a_client_that_goes_on_elsewhere(started, tmp_path):
+def test_servers_are_watched_and_asked_by_a_client_that_continues_elsewhere(started, tmp_path):
     from verl_ext.fleet.client import FleetClient
     from verl_ext.fleet.recovery import FleetCheckpointManager
     from verl_ext.ledger.servers import read_servers
@@ -101,7 +101,7 @@ def test_newcomers_come_in_while_the_trainer_waits_for_rollouts(started):
         assert not fleet._actor_is_idle
 
 
-def test_the_wait_for_rollouts_ends_where_the_watching_has_failed(started):
+def test_the_wait_for_rollouts_ends_if_the_watching_has_failed(started):
     trainer = started(*ON)
     trainer.standalone_checkpoint_manager.fault = ValueError("we erred")
     with pytest.raises(RuntimeError, match="no longer watched"):

@@ -197,7 +197,7 @@ def test_characters_of_several_tokens_are_read_together(cpu_platform):
     assert texts([6, 6]) == {}
 
 
-def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):
+def test_a_bug_in_the_records_fails_no_step_and_is_reported_once(make, caplog):
     records, handle, batch, _ = make(1.0)
 
     def decode(ids):
@@ -237,7 +237,7 @@ def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(m
     assert handle.of("end_step")[1][0].taken == {}
 
 
-def test_the_end_of_a_group_that_waits_in_the_queue_is_told_when_it_has_left(make):
+def test_the_end_of_a_group_that_waits_in_the_queue_is_reported_when_it_has_left(make):
     records, handle, _, _ = make(0.0)
     records.end_step(3, {"gone": PromptEnd.EQUAL, "kept": PromptEnd.SURPLUS}, {"kept"})
     records.save(3)
@@ -248,7 +248,7 @@ def test_the_end_of_a_group_that_waits_in_the_queue_is_told_when_it_has_left(mak
     assert handle.of("save") == [[3]]
 
 
-def test_what_was_decided_of_groups_that_waited_is_told_when_they_have_left_after_a_resume(make):
+def test_what_was_decided_of_groups_that_waited_is_reported_when_they_have_left_after_a_resume(make):
     """`equal` waits in the queue as a filler; `surplus` left it with the run that was ended."""
     records, handle, _, _ = make(0.0)
     records.resume(2, {"equal": PromptEnd.EQUAL, "surplus": PromptEnd.SURPLUS})
@@ -259,7 +259,7 @@ def test_what_was_decided_of_groups_that_waited_is_told_when_they_have_left_afte
     assert second == {"equal": PromptEnd.EQUAL} and handle.of("resume") == [[2]]
 
 
-def test_intervals_are_told_at_the_end_of_a_round_also_of_what_raised(make):
+def test_intervals_are_reported_at_the_end_of_a_round_even_if_it_raised(make):
     records, handle, _, _ = make(0.0)
     with pytest.raises(OSError), records.span("save"):
         raise OSError
@@ -283,7 +283,7 @@ def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
     assert handle.messages == 3 and records._untold == []
 
 
-def test_what_a_step_that_raised_had_told_is_there_at_the_close(make, monkeypatch):
+def test_what_a_step_that_raised_had_reported_is_written_at_the_close(make, monkeypatch):
     records, handle, batch, _ = make(1.0)
     monkeypatch.setattr("verl_ext.records.recorder.close", lambda actor: None)
     records.take(3, batch, (), TOKENIZER, {})
@@ -291,7 +291,7 @@ def test_what_a_step_that_raised_had_told_is_there_at_the_close(make, monkeypatc
     assert [name for name, *_ in handle.told] == ["tokens"]
 
 
-def test_a_validation_is_told_by_its_prompts(make):
+def test_a_validation_is_recognized_by_its_prompts(make):
     records, handle, _, _ = make(0.0)
     records.end_validation(8, {"v"})
     ((fates, _),) = handle.of("end_step")

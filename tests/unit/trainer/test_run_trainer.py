@@ -53,7 +53,7 @@ def test_dynamic_sampling_without_a_metric_stops_the_run_at_its_start(make):
     make("algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=null")
 
 
-def test_a_setting_that_is_hardly_meant_is_said_when_the_run_starts(make, caplog):
+def test_a_dubious_setting_is_reported_when_the_run_starts(make, caplog):
     make()
     assert "Dynamic sampling" not in caplog.text and "distribution" not in caplog.text
     make("algorithm.filter_groups.enable=false", "actor_rollout_ref.rollout.top_p=0.9")
@@ -67,7 +67,7 @@ def test_a_weight_update_that_the_run_cannot_have_stops_it_at_its_start(make):
 
 
 @pytest.mark.parametrize(("mode", "told"), [("sync", False), ("separate_async", True)])
-def test_a_mean_over_the_batch_that_is_one_over_an_update_is_told(make, caplog, mode, told):
+def test_a_mean_over_the_batch_that_is_one_over_an_update_is_reported(make, caplog, mode, told):
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.run_trainer"):
         make(mode=mode, objective="olmorl")
     assert ("policy_loss.unit=batch with parameter_sync_step=2" in caplog.text) is told
@@ -91,7 +91,7 @@ def test_servers_on_the_actors_gpus_do_not_come_and_go(make, monkeypatch, mode, 
     assert trainer._members is None
 
 
-def test_servers_of_their_own_come_and_go_while_the_run_goes_on_and_never_while_weights_change(make, monkeypatch):
+def test_dedicated_servers_join_and_leave_while_the_run_continues_and_never_while_weights_change(make, monkeypatch):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     from verl_ext.fleet import commands
@@ -279,7 +279,7 @@ class Handle:
         self.tell, self.close = SimpleNamespace(remote=tell), SimpleNamespace(remote=lambda: calls.append(("close",)))
 
 
-def test_records_are_resumed_and_closed_also_where_early_stop_begins_no_step(make, told):
+def test_records_are_resumed_and_closed_even_if_early_stop_starts_no_step(make, told):
     trainer, _ = make(ON["early_stop"], accs={2: 0.9, 4: 0.1})
     trainer.fit(None)
     again, calls = make(ON["early_stop"], resume_at=4)
@@ -310,7 +310,7 @@ def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a
         ("true", ["val_000002"], True),  # an evaluation in a separate folder, made again
     ],
 )
-def test_the_recorded_validation_of_a_run_stays_where_a_start_only_validates(
+def test_the_recorded_validation_of_a_run_stays_if_a_start_only_validates(
     make, told, tmp_path, only, files, is_recorded
 ):
     trainer, calls = make(f"trainer.val_only={only}", steps=2, resume_at=2)
@@ -324,7 +324,7 @@ def test_the_recorded_validation_of_a_run_stays_where_a_start_only_validates(
     assert ("end_step" in [name for name, *_ in said]) == is_recorded
 
 
-def test_the_pass_of_the_reference_and_scores_of_a_model_beside_the_actor_are_intervals(make, told, monkeypatch):
+def test_the_pass_of_the_reference_and_scores_of_another_model_are_intervals(make, told, monkeypatch):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     trainer, _ = make()

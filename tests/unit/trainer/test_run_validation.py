@@ -20,7 +20,7 @@ def test_the_schedule_makes_up_for_a_frequency_that_is_off(make):
     assert [step for step, _ in calls.validations] == [5, 6]
 
 
-def test_light_validations_have_fewer_problems_and_names_of_their_own(make):
+def test_light_validations_have_fewer_problems_and_separate_names(make):
     trainer, calls = make(ON["light"], "retool.light_validation.problems=3", "retool.light_validation.full_every=3")
     trainer.config.trainer.val_before_train = True
     trainer.fit(None)

@@ -175,7 +175,7 @@ def test_a_rollout_of_several_outputs_is_refused(make, monkeypatch, mode):
         buffer.sample(1, "train", 2)
 
 
-def test_a_reward_manager_that_tells_acc_alone_has_its_metrics(make):
+def test_a_reward_manager_that_reports_only_acc_has_its_metrics(make):
     def plain(acc, **loop):
         return {"reward_extra_info": {"acc": acc}, **loop}
 
@@ -194,7 +194,7 @@ def test_without_filtering_equal_groups_are_trained_on(make):
     assert metrics["filter_groups/keep_rate"] == 1.0
 
 
-def test_validation_returns_every_group_and_generates_nothing_anew(make):
+def test_validation_returns_every_group_and_generates_nothing_again(make):
     outcomes = [RIGHT, WRONG, MIXED, SANDBOX_DOWN, UNVERIFIED]
     queue, buffer = make(outcomes, batch_size=5, partition="val")
     batch, metrics = buffer.sample(1, "val", 5)

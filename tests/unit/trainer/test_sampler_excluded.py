@@ -52,7 +52,7 @@ def test_half_of_a_group_must_be_valid_and_its_valid_rewards_unequal(make, group
     assert len(batch.keys) == (len(group) if is_used else 2)
 
 
-def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_alone(make):
+def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_only(make):
     """By verl's own function, with the keys that the buffer returns. Rewards 1, -1, 1, sample std 2/sqrt(3)."""
     import numpy as np
     import torch
@@ -88,7 +88,7 @@ def test_what_the_policy_can_cause_is_a_normal_sample(make):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_void_turns_are_left_out_where_that_is_asked_for_but_not_for_ever(make, mode):
+def test_void_turns_are_left_out_if_requested_but_not_forever(make, mode):
     one_void = [info(1), info(0), info(0, void_turns=1)]
     all_void = [info(1, void_turns=2), info(0, void_turns=1), info(0, void_turns=1)]
     queue, buffer = make([all_void, one_void], batch_size=1, void_turn_filter=True, mode=mode)

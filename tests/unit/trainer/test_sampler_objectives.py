@@ -33,7 +33,7 @@ def test_a_copy_of_a_void_rollout_is_not_in_the_loss_either(make_buffer):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_group_of_void_rollouts_alone_is_replaced(make_buffer, mode):
+def test_a_group_of_only_void_rollouts_is_replaced(make_buffer, mode):
     """Nothing of it would be in the loss."""
     void = [info(1, void_turns=1), info(0, void_turns=1)]
     _, buffer = make_buffer([void, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
@@ -71,7 +71,7 @@ def test_what_infrastructure_failed_is_left_out_first(make_buffer):
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_2_0"]  # one right, one wrong, and no copy
 
 
-def test_groups_without_a_valid_rollout_are_replaced_as_ever(make_buffer):
+def test_groups_without_a_valid_rollout_are_replaced_as_usual(make_buffer):
     failed = [info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")] * 4
     queue, buffer = make_buffer([RAISED, failed, GROUP], batch_size=1, resample="paper")
     batch, metrics = buffer.sample(1, "train", 1)
@@ -91,7 +91,7 @@ def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buff
 
 
 @pytest.mark.parametrize(("strategy", "threshold"), [("wait", 2), ("drop", None)])
-def test_surplus_is_not_kept_where_nothing_is_ever_too_old(make_buffer, strategy, threshold):
+def test_surplus_is_not_kept_if_nothing_is_ever_too_old(make_buffer, strategy, threshold):
     ages = {"max_off_policy_threshold": threshold, "max_off_policy_strategy": strategy}
     with pytest.raises(ValueError, match=f"keep_surplus=true and max_off_policy_strategy='{strategy}'.*a number"):
         make_buffer([], batch_size=1, keep_surplus=True, **ages)

@@ -71,7 +71,7 @@ TURNS_VOID = [each | {"tool_use": info(0, void_turns=1)["tool_use"]} for each in
 
 
 @pytest.mark.parametrize(("turns", "end"), [(TURNS_EQUAL, "equal"), (TURNS_VOID, "void")])
-def test_a_group_that_turns_useless_as_it_waits_is_no_group_that_ended(make, turns, end):
+def test_a_group_that_turns_useless_while_it_waits_does_not_end_again(make, turns, end):
     """It was useful when it ended, in step 5: two of two. In step 6 one group ends: one of one."""
     options = {"mode": "colocate_async", "max_staleness": 1, "void_turn_filter": "loss"}
     queue, buffer = make([FRESH, turns, *[FRESH] * 2], batch_size=2, **options)

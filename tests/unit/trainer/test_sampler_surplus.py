@@ -32,7 +32,7 @@ def test_fillers_never_take_the_place_of_useful_groups_that_are_ready(make, mode
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_where_useful_groups_are_missing_the_oldest_equal_ones_fill_up(make, mode):
+def test_if_useful_groups_are_missing_the_oldest_equal_ones_fill_up(make, mode):
     queue, buffer = make([RIGHT] * 4 + [WRONG, MIXED, RIGHT], batch_size=0, max_num_gen_batches=1, mode=mode)
     for step in (4, 3, 1, 2, 5, 6, 1):  # of uid-0, uid-1, ...
         queue.submit(1, global_steps=step)
@@ -58,7 +58,7 @@ def test_equal_groups_fill_a_batch_before_those_of_void_turns(make, mode):
     assert sampled(batch) == [1, 3, 5] == sorted(int(uid.removeprefix("uid-")) for uid in buffer.fillers)
 
 
-def test_that_equal_groups_are_taken_is_said_once_in_each_step(make, caplog):
+def test_that_equal_groups_are_taken_is_reported_once_in_each_step(make, caplog):
     queue, buffer = make([RIGHT] * 100, batch_size=6, max_num_gen_batches=1, mode="separate_async")
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.sampler"):
         buffer.wait_for_sampleable(3, "train", 2)
@@ -77,7 +77,7 @@ def submit_step(queue, buffer, step, batch_size):
 
 
 @pytest.mark.parametrize(("keep_surplus", "threshold"), [(None, 8), (False, None), (True, 1)])
-def test_surplus_groups_are_counted_and_dropped_by_default_and_where_none_may_be_stale(make, keep_surplus, threshold):
+def test_surplus_groups_are_counted_and_dropped_by_default_and_if_none_may_be_stale(make, keep_surplus, threshold):
     queue, buffer = make([MIXED] * 5, batch_size=5, keep_surplus=keep_surplus, max_off_policy_threshold=threshold)
     batch, metrics = buffer.sample(1, "train", 3)
     assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 0)
@@ -138,7 +138,7 @@ def test_the_log_says_what_became_of_every_prompt_group(make, caplog):
     assert what_became(caplog) == [first, {"trained": "3"}]
 
 
-def test_the_log_tells_stale_groups_from_trained_ones_and_from_equal_ones(make, caplog):
+def test_the_log_distinguishes_stale_groups_from_trained_and_equal_ones(make, caplog):
     queue, buffer = make(
         [MIXED, RIGHT, MIXED, WRONG, MIXED], batch_size=2, mode="separate_async", max_off_policy_threshold=2
     )

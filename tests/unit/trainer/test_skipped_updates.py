@@ -41,7 +41,7 @@ def test_a_batch_without_an_update_of_the_actor_counts_none(cpu_platform):
     assert trainer_base.reduce_metrics({"actor/loss": [1.0]}) == {"actor/loss": 1.0}
 
 
-def test_skipped_updates_are_told(watch, caplog):
+def test_skipped_updates_are_reported(watch, caplog):
     watch().end_step(7, step_of(2, 4))
     assert "step 7: 2 of 4 updates (actor) were skipped because the norm of their gradient is not finite" in caplog.text
     caplog.clear()
@@ -65,7 +65,7 @@ def test_a_run_without_another_update_in_steps_in_a_row_ends(watch, dtype, most,
 
 
 @pytest.mark.parametrize("between", [step_of(3, 4), step_of(0, 1), step_of(0, 0)])
-def test_a_step_with_another_update_begins_the_count_anew(watch, between):
+def test_a_step_with_another_update_restarts_the_count(watch, between):
     watched = watch()
     for step, metrics in enumerate([step_of(4, 4)] * 2 + [between] + [step_of(4, 4)] * 2):
         watched.end_step(step, metrics)

@@ -91,7 +91,7 @@ UP, DOWN = float(np.log(1.5)), float(np.log(0.5))  # ratios beyond the clip
 LOG_PROB = [[-1.0, 5.0, -1.0 + UP], [-1.0 + DOWN, -0.99, 0.0]]  # the last one is padding
 
 
-def test_verls_own_loss_tells_log_probs_and_clips_of_the_recorded_response_alone(ask):
+def test_verls_own_loss_reports_log_probs_and_clips_of_only_the_recorded_response(ask):
     step = 17
     told, gradient = ask(LOG_PROB, [(step << 32) + 4, -1])
     ((at, columns, _),) = told
@@ -102,12 +102,12 @@ def test_verls_own_loss_tells_log_probs_and_clips_of_the_recorded_response_alone
     assert kept.tolist() == [True, False, False], "what is told is what had a gradient"
 
 
-def test_the_second_response_is_told_without_its_padding(ask):
+def test_the_second_response_is_reported_without_its_padding(ask):
     ((_, columns, _),) = ask(LOG_PROB, [-1, 9])[0]
     assert columns["lengths"].tolist() == [2] and columns["decision"].tolist() == [CLIPPED_LOW, KEPT]
 
 
-def test_a_bug_in_what_is_told_fails_no_update_and_is_told_once(ask, monkeypatch, caplog):
+def test_a_bug_in_what_is_reported_fails_no_update_and_is_reported_once(ask, monkeypatch, caplog):
     from verl_ext.trainer import token_notes
 
     monkeypatch.setattr(token_notes, "_verls", lambda *_: 1 / 0)
@@ -117,7 +117,7 @@ def test_a_bug_in_what_is_told_fails_no_update_and_is_told_once(ask, monkeypatch
 
 
 @pytest.mark.parametrize("records", [None, [-1, -1]])
-def test_a_micro_batch_without_a_recorded_response_tells_nothing(ask, records):
+def test_a_micro_batch_without_a_recorded_response_reports_nothing(ask, records):
     assert ask(LOG_PROB, records)[0] == []
 
 

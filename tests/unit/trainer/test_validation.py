@@ -26,7 +26,7 @@ def test_most_validations_are_light_and_every_so_many_steps_one_is_full():
     assert not plan.is_light(0, 110) and not plan.is_light(33, 33), "before the first and after the last step"
 
 
-def test_light_validation_goes_with_verls_own_frequency_too():
+def test_light_validation_also_works_with_verls_own_frequency():
     plan = ValidationPlan(5, light=LightValidation(problems=1, n=1, full_every=15))
     assert [(step, plan.is_light(step, 99)) for step in range(1, 16) if plan.is_due(step)] == [
         *[(5, True), (10, True), (15, False)]
@@ -56,7 +56,7 @@ def test_the_light_problems_are_spaced_evenly_and_always_the_same(size, expected
         assert batch["problem"] == expected and list(batch["__rollout_n__"]) == [2] * len(expected)
 
 
-def test_light_metrics_have_names_of_their_own():
+def test_light_metrics_have_separate_names():
     assert as_light({"val-core/aime/acc/mean@10": 0.5, "val-aux/num_turns/min": 2}) == {
         "val-light/aime/acc/mean@10": 0.5,
         "val-light-aux/num_turns/min": 2,
