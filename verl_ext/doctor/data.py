@@ -16,7 +16,6 @@ from verl_ext.doctor.suggest import did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from verl_ext.reward.verifiers import Verifiers
 
 PATTERNS = ("*", "[", "::")  # `datasets`, with which verl reads RL's files, takes them in a path for a pattern or chain
 FIRST_ROWS = 64  # rows of a file that the quick part reads
@@ -149,23 +148,26 @@ def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
     if not run.has_own_reward:
         return
     from verl_ext.reward.verifiers import Verifiers  # 0.1 s
-    from verl_ext.reward.verifiers.code import refused_tests
+    from verl_ext.reward.verifiers.code import CodeVerifier, refused_tests
 
     try:
         verifiers = Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
     except Exception:  # from whatever a verifier's author wrote; check_verifiers reports it
         return
     for split, path in run.all_files():
-        rows, refused, broken = 0, [], []
-        for where, truth in _truths_of_code(run, path, verifiers, is_quick):
-            rows += 1
+        number, size, refused, broken = 0, 0, [], []
+        for where, row in _scored_rows(run, path, is_quick):
+            kind = verifiers.find_class(str(row.get("data_source") or ""), str(row.get("ability") or ""))
+            if not (isinstance(kind, type) and issubclass(kind, CodeVerifier)) or (is_quick and size > QUICK_TESTS):
+                continue
+            model = row.get("reward_model")
+            truth = model.get("ground_truth") if isinstance(model, dict) else model
+            number, size = number + 1, size + len(str(truth))
             try:
-                reasons = refused_tests(truth)
+                refused += [f"{where.rpartition(', ')[2]}: {why}" for why in refused_tests(truth)[:1]]
             except ValueError as error:
-                broken.append(f"{where}: {error}")
-            else:
-                refused += [f"{where}: {reasons[0]}"] if reasons else []
-        of = f"{rows} rows {'in a sample ' * is_quick}of {path.name}"
+                broken.append(f"{where.rpartition(', ')[2]}: {error}")
+        of = f"{number} rows {'in a sample ' * is_quick}of {path.name}"
         if broken:
             yield fail(f"""{split}: {len(broken)} of {of} for the verifier of code would stop the run ({broken[0]})
                 -> Correct these rows, or leave them out.""")
@@ -173,29 +175,18 @@ def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
             yield fail(f"""{split}: {len(refused)} of {of} have tests that can judge no program ({refused[0]}), so that
                 no response to them would be trained on
                 -> Leave out the rows for which verl_ext.reward.verifiers.code.refused_tests gives a reason.""")
-        if rows and not broken and not refused:
+        if number and not broken and not refused:
             yield ok(f"{split}: the tests of {of} can judge a program")
 
 
-def _truths_of_code(run: Run, path: Path, verifiers: "Verifiers", is_quick: bool) -> Iterator[tuple[str, Any]]:
-    """Yield (row, ground truth) of the rows for the verifier of code: of all, or of some in a random order."""
-    from verl_ext.datasets.rows import DataError  # 0.3 s
-    from verl_ext.reward.verifiers.code import CodeVerifier
-
-    def truths(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, Any]]:
-        for where, row in rows:
-            kind = verifiers.find_class(str(row.get("data_source") or ""), str(row.get("ability") or ""))
-            if isinstance(kind, type) and issubclass(kind, CodeVerifier):
-                model = row.get("reward_model")
-                yield where, model.get("ground_truth") if isinstance(model, dict) else model
-
+def _scored_rows(run: Run, path: Path, is_quick: bool) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Return (where, row) with what chooses a verifier and what it gets; of a sample, in a random order, if quick."""
     if not is_quick:
         rows = first_rows(path, ["data_source", "ability", "reward_model"], None)
-        yield from truths((f"row {number}", row) for number, row in enumerate(rows))
-        return
+        return ((f"row {number}", row) for number, row in enumerate(rows))
+    from verl_ext.datasets.rows import DataError  # 0.3 s
+
     with suppress(DataError, OSError):  # check_files reports them
-        found, left = list(truths(run.sample(path).rows)), QUICK_TESTS
-        for where, truth in random.Random(0).sample(found, len(found)):
-            if left > 0:
-                yield where.rpartition(", ")[2], truth
-            left -= len(str(truth))
+        rows = run.sample(path).rows
+        return random.Random(0).sample(rows, len(rows))
+    return []
