@@ -1,13 +1,13 @@
 """Extensions of verl for tool-integrated math RL (ReTool, arXiv:2504.11536).
 
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
-must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
-(verl_ext/cpu), to let YAMLs calculate, to make checkpoints whole or absent (verl_ext/checkpoints), to register our
+must stay cheap: all it does is to switch on the CPU platform if torch was built without an accelerator
+(verl_ext/cpu), to let YAMLs calculate, to make checkpoints complete or absent (verl_ext/checkpoints), to register our
 objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), to note which weights wrote
-which token and to keep warnings in the log (verl_ext/rollout), and to let requests name ranks of servers and tell of
+which token and to keep warnings in the log (verl_ext/rollout), and to let requests name ranks of servers and report
 failures (verl_ext/fleet).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
-Where verl is not installed, the sandbox is alone and this package does nothing.
+If verl is not installed, only the sandbox is in use, and this package does nothing.
 """
 
 import math

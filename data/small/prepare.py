@@ -18,7 +18,7 @@ from verl_ext.datasets.rows import DataError
 from verl_ext.datasets.worked import NO_TOOL, PROTOCOL, Worked, problem_of, split_apart, write_task
 
 sys.path.insert(0, str(Path(__file__).parent))
-from word_problems import make_problems  # noqa: E402  beside this file
+from word_problems import make_problems  # noqa: E402  next to this file
 
 SVAMP = Path(__file__).resolve().parents[1] / "svamp" / "svamp.jsonl"
 TEST_SEED = 1604  # the test does not depend on --seed: runs with different seeds are compared on the same problems

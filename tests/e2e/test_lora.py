@@ -48,7 +48,7 @@ def sft(small: Path, python: str, tmp_path_factory: pytest.TempPathFactory) -> P
         )
         run_to_end(process, out / "log")
     losses = read_metrics(out, keep=lambda data: "train/loss" in data)
-    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6], "the second start did not go on"
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6], "the second start did not continue"
     assert losses[-1][1]["train/loss"] < losses[0][1]["train/loss"]
     assert "1 FAIL" not in (out / "log").read_text()
     checkpoint = find_checkpoint(out)

@@ -163,7 +163,7 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
     fleet.weights.update_weights(global_steps=1)
     wait_until_routed(fleet, {second, new.server_address})
     with capsys.disabled():
-        print(f"\nkill -9: {len(kept)} of {REQUESTS} requests were broken off and kept {kept} tokens, all ended within")
+        print(f"\nkill -9: {len(kept)} of {REQUESTS} requests were interrupted, kept {kept} tokens, all ended within")
         print(f"{max(seconds):.1f} s; the replacement took {start_s:.1f} s more to start")
 
     stopped = []
@@ -177,7 +177,7 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
     assert len(kept) >= 1 and min(kept) > 40
     assert not psutil.pid_exists(stopped[0]) or psutil.Process(stopped[0]).status() == psutil.STATUS_ZOMBIE
     with capsys.disabled():
-        print(f"SIGSTOP: {len(kept)} of {REQUESTS} requests were broken off and kept {kept} tokens, all ended within")
+        print(f"SIGSTOP: {len(kept)} of {REQUESTS} requests were interrupted, kept {kept} tokens, all ended within")
         print(f"{max(seconds):.1f} s (dead_s is {LIMITS['dead_s']})")
 
     began = time.monotonic()

@@ -137,7 +137,7 @@ def test_running_requests_continue_over_their_cache_and_each_token_has_its_versi
         assert times[0] < max(updates) + 5  # a loaded machine may be slow at any token
     assert sum(each > OTHER for each in boundaries_off) >= 5  # of 8
     cached = [output.extra_fields["num_cached_tokens"] for output in (new, again)]
-    assert cached == [0, 96], "blocks of older weights were given out, or those of its own version were not"
+    assert cached == [0, 96], "blocks of older weights were reused, or those of its own version were not"
     for output in (new, again):
         assert output.extra_fields["version_runs"] == [(20, 2)]
         assert difference(versions, PROMPTS[0], output, [(20, 2)]) < SAME

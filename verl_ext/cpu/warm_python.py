@@ -72,7 +72,7 @@ MAX_FILES = 253  # the most that Linux passes in one message
 
 _STUB = """{start}
 import json, os, signal, socket, sys
-if sys.argv[1:2] in (["-I"], ["-P"]):  # wants an interpreter of its own, such as a process with a limit of memory
+if sys.argv[1:2] in (["-I"], ["-P"]):  # needs a separate interpreter, such as a process with a memory limit
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 try:
     server = socket.socket(socket.AF_UNIX)

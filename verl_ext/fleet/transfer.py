@@ -177,7 +177,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         A replica that dies during the call, fails in it, is declared dead, or cannot be reached is left out.
 
         Args:
-            of_actor: calls of the actor that the replicas wait for: if one fails, they would wait for ever.
+            of_actor: calls of the actor that the replicas wait for: if one fails, they would wait forever.
 
         Raises:
             Exception: the actor failed, all replicas failed alike, or nobody watches.

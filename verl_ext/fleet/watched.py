@@ -34,7 +34,7 @@ class WatchedServer(vLLMHttpServer):
     _is_given_up = False
     _load_error: Exception | None = None
     _running = 0  # requests
-    _is_watched = False  # until the first heartbeat; verl's own client would retry a dead engine for ever
+    _is_watched = False  # until the first heartbeat; verl's own client would retry a dead engine forever
 
     async def run_server(self, args: argparse.Namespace) -> None:
         await super().run_server(args)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-MAX_LOOKS = 300  # a buffer that has looked so often will wait for ever
+MAX_LOOKS = 300  # a buffer that has looked this often would wait forever
 
 
 def info(acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, **fields):
@@ -53,7 +53,7 @@ class FakeQueue:
 
     def kv_list(self):
         self.looks += 1
-        assert self.looks < MAX_LOOKS, "the buffer waits for ever"
+        assert self.looks < MAX_LOOKS, "the buffer waits forever"
         for uid in list(self.in_flight):
             if self.tags[uid]["status"] == "pending":
                 self.tags[uid]["status"] = "running"

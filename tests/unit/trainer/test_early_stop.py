@@ -100,4 +100,4 @@ def test_the_watch_continues_counting_over_a_resume(tmp_path):
     assert resumed.reason().startswith("the mean validation accuracy has not risen by min_delta=0.1 above 0.5 in 3 val")
     again = EarlyStopWatch(EarlyStop(**SETTINGS | {"patience": 4}), StepJournal(journal))
     again.resume(10)
-    assert again.reason() is None, "more patience lets a stopped run go on"
+    assert again.reason() is None, "more patience lets a stopped run continue"

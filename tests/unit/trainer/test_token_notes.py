@@ -99,7 +99,7 @@ def test_verls_own_loss_reports_log_probs_and_clips_of_only_the_recorded_respons
     assert columns["log_prob"].tolist() == pytest.approx(LOG_PROB[0])
     assert columns["decision"].tolist() == [KEPT, MASKED, CLIPPED_HIGH]
     kept = gradient[0] != 0
-    assert kept.tolist() == [True, False, False], "what is told is what had a gradient"
+    assert kept.tolist() == [True, False, False], "what is reported is what had a gradient"
 
 
 def test_the_second_response_is_reported_without_its_padding(ask):
