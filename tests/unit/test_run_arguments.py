@@ -98,7 +98,7 @@ def run_filter_by_pass_rate(run, tools):
 
 COMMANDS = {  # command -> what it says of the RL run
     run_report: "RL step 5",
-    run_checkpoints: "whole",
+    run_checkpoints: "GB  complete",
     run_samples: "# {rl}/validation/5.jsonl",
     run_compare: "## Compared with {rl}/validation/5.jsonl",
     run_merge_and_eval: "{rl}/global_step_5/actor",
