@@ -27,10 +27,21 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from verl_ext.episode import (  # noqa: E402
+    CallResult,
+    Episode,
+    EpisodeKey,
+    Reply,
+    Reward,
+    TokenRow,
+    ToolUse,
+    Turn,
+    TurnCall,
+)
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.records import recorder, store  # noqa: E402
 from verl_ext.records.recorder import Fates, Group, Recorder, pack  # noqa: E402
-from verl_ext.records.trajectories import problem_columns, rollout_columns  # noqa: E402
+from verl_ext.records.trajectories import problem_columns, to_record  # noqa: E402
 from verl_ext.runs.metrics import read_metrics  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
@@ -42,28 +53,32 @@ WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r",
 CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
 
 
-def rollout(rng: random.Random, words: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make what an agent loop and a reward manager report of a rollout with one call: `trajectory`, `extra_fields`."""
-    n, text = rng.randrange(100), " ".join(rng.choices(WORDS, k=words))
-    call = {"tool": "code_interpreter", "arguments": {"code": CODE.format(n=n)}, "output": f"{n * n}\n", "reward": None}
-    call |= {"stdout": f"{n * n}\n", "stderr": "", "exit_code": 0, "error": None, "failure": None}
-    call |= {"queue_s": 0.01, "run_s": 0.02, "attempts": 1, "started_s": 1e9}
-    first = {"text": f"{text}\n<code>\n{CODE.format(n=n)}\n</code>", "tokens": words + 20, "start": 0, "calls": [call]}
-    first |= {"reply": {"text": f"\n<interpreter>\n{n * n}\n</interpreter>\n", "tokens": 8, "start": words + 20}}
-    last = {"text": f"{text} \\boxed{{{n}}}", "tokens": words + 4, "start": words + 28, "calls": []}
-    times = {"server": "127.0.0.1:8000", "started_s": 1e9, "generate_s": 0.5}
+def rollout(rng: random.Random, words: int, key: EpisodeKey) -> Episode:
+    """Make a scored episode with one call, as an agent loop and a reward manager do."""
+    n, text, server = rng.randrange(100), " ".join(rng.choices(WORDS, k=words)), "127.0.0.1:8000"
+    code = CODE.format(n=n)
+    said = CallResult(f"{n * n}\n", run_s=0.02, stdout=f"{n * n}\n", stderr="", exit_code=0)
+    call = TurnCall("code_interpreter", {"code": code}, result=said, started_s=1e9, queue_s=0.01)
+    first = Turn(f"{text}\n<code>\n{code}\n</code>", words + 20, 0, server, 1e9, 0.5, [call])
+    first.reply = Reply(f"\n<interpreter>\n{n * n}\n</interpreter>\n", 8, words + 20)
+    last = Turn(f"{text} \\boxed{{{n}}}", words + 4, words + 28, server, 1e9, 0.5)
     info = {"acc": float(n % 2), "train_acc": float(n % 2), "reward_base": 1.0, "reward_overlong": 0.0}
     info |= {"reward_length": 0.0, "reward_tool_bonus": 0.0, "unverified": 0.0, "sandbox_failure": 0.0}
     info |= {"response_tokens": 2.0 * words, "tool_calls": 1.0, "tool_errors": 0.0, "tool_timeouts": 0.0}
     info |= {"model_turns": 2.0, "truncated": 0.0, "pred": str(n), "verdict": "correct", "method": "integer"}
     info |= {"data_source": "tiny_tools", "id": "", "finish_reason": "answer"}
-    use = {"ok": 1, "errors": {}, "malformed": {}, "fixed": 0, "json_repairs": 0, "outputs_cut": 0, "void_turns": 0}
-    use |= {"code_lines": 4, "first_call_token": words, "generate_s": 1.0, "tool_s": 0.1, "queue_s": 0.0, "run_s": 0.1}
-    spans = [(0, words + 20, 3), (words + 28, 2 * words + 32, 3)]
-    extra = {"finish_reason": "answer", "version_spans": spans, "tool_use": use, "reward_extra_info": info}
-    trajectory = {"prompt": "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n"}
-    trajectory |= {"turns": [first | times, last | times], "seeds": {"data": 0, "rollout": 0}}
-    return trajectory | {"sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": -1}}, extra
+    spans = [(turn.start, turn.start + turn.tokens) for turn in (first, last)]
+    return Episode(
+        key,
+        rows=[TokenRow(model_spans=spans, version_spans=[(*span, 3) for span in spans])],
+        finish_reason="answer",
+        use=ToolUse(ok=1, code_lines=4, first_call_token=words, generate_s=1.0, tool_s=0.1, run_s=0.1),
+        reward=Reward(1.0, info),
+        turns=[first, last],
+        prompt="<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n",
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        **{"started_s": 1e9, "ended_s": 1e9 + 2, "score_s": 0.001},
+    )
 
 
 def token_columns(keys: list[tuple[str, int]], tokens: int, step: int) -> dict[str, Any]:
@@ -112,24 +127,22 @@ class Actor:
 def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.Namespace) -> None:
     rng = random.Random(step)
     uids = [f"{step:08d}-{number:04d}-4c1c-9d3e-5f0a1b2c3d4e" for number in range(args.rollouts // args.samples)]
-    said = {uid: [rollout(rng, args.words) for _ in range(args.samples)] for uid in uids}
+    said = {uid: [rollout(rng, args.words, EpisodeKey(uid, i)) for i in range(args.samples)] for uid in uids}
     groups = []
     with clock("rows, in the agent loops"):
         for number, uid in enumerate(uids):
             sample = {"uid": uid, "global_steps": step, "index": number, "data_source": "tiny_tools"}
             sample |= {"reward_model": {"ground_truth": str(number)}}
             sample |= {"raw_prompt": [{"role": "user", "content": "What is the answer?"}]}
-            problem, rows = problem_columns(sample, validate=False), []
-            for session, (trajectory, extra) in enumerate(said[uid]):
-                times = {"score": 1.0, "score_s": 0.001, "started_s": 1e9, "ended_s": 1e9 + 2}
-                rows.append(problem | rollout_columns(session, trajectory, extra, **times))
-            groups.append(Group(uid, step, False, pack(rows)))
+            problem = problem_columns(sample, validate=False)
+            packed = pack([problem | to_record(episode) for episode in said[uid]])
+            groups.append(Group(uid, step, False, packed))
     trained = uids[: len(uids) // 2]
     keys = [(uid, session) for uid in trained for session in range(args.samples)][: round(args.tokens * args.rollouts)]
     columns = token_columns(keys, 2 * args.words + 32, step)
     told = {name: columns[name] for name in ("record", "lengths")} | {"correction": ""}
     told |= {"log_prob": columns["old_log_prob"], "decision": np.ones(len(columns["id"]), np.int8)}
-    taken = {f"{uid}_{session}": 0.5 for uid in trained for session in range(args.samples)}
+    taken = {EpisodeKey(uid, session): 0.5 for uid in trained for session in range(args.samples)}
     ends = {uid: PromptEnd.TRAINED if uid in set(trained) else PromptEnd.EQUAL for uid in uids}
     ends_at = time.monotonic() + args.step_s
     with clock("telling, in the agent loops" if args.ray else "files, in the recorder"):

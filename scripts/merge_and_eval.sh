@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Merge a checkpoint of an SFT or RL run into a Hugging Face folder, unless that is done already, and evaluate it with tools.
 #
-# Usage: [SANDBOX_URL=...] bash scripts/merge_and_eval.sh CKPT_DIR [arguments and overrides of python -m verl_ext.evaluate]
+# Usage: [SANDBOX_URL=...] bash scripts/merge_and_eval.sh CKPT_DIR [arguments and overrides of python -m verl_ext.evaluation]
 #   CKPT_DIR   a run's folder (its newest complete step), its global_step_N, or global_step_N/actor, from any number of ranks.
 #              In the quickstart's folder, its RL run, or its SFT run if there is none
 # Writes into the run's folder: merged_step_N, the model, always in bf16 because verl's merger has no other type; and
@@ -18,4 +18,4 @@ if [[ -z ${PYTHON-} ]]; then
   if [[ -x $ROOT/.venv/bin/python ]]; then PYTHON=$ROOT/.venv/bin/python; else PYTHON=python; fi
 fi
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-exec "$PYTHON" -m verl_ext.evaluate --checkpoint "$@"
+exec "$PYTHON" -m verl_ext.evaluation --checkpoint "$@"

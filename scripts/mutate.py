@@ -45,6 +45,9 @@ TESTS = {  # source -> its unit tests, the fastest first
         "protocols/test_hermes_loop.py",
     ],
     "verl_ext/rollout/response.py": ["rollout/test_loop.py", "rollout/test_loop_calls.py", "rollout/test_stops.py"],
+    "verl_ext/rollout/rows.py": ["rollout/test_rows.py", "rollout/test_workers.py"],
+    "verl_ext/episode.py": ["test_episode.py", "rollout/test_rows.py", "trainer/test_queue.py"],
+    "verl_ext/trainer/queue.py": ["trainer/test_queue.py", *SAMPLER],
     "verl_ext/protocols/base.py": [
         "protocols/test_turns.py",
         "protocols/test_base.py",

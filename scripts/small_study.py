@@ -150,7 +150,7 @@ def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
     found = {}
     for kind, n, temperature in (("greedy", 1, 0.0), ("sampled", 8, 1.0)):
         out = run / "study" / f"{model}_{kind}_{problems}"
-        command = (sys.executable, "-m", "verl_ext.evaluate", "--model", str(run / model / "merged"))
+        command = (sys.executable, "-m", "verl_ext.evaluation", "--model", str(run / model / "merged"))
         data = ("--config", "smollm2_dapo", "--data", str(run / "data" / "eval.parquet"), "--limit", str(problems))
         sampling = ("--n", str(n), "--temperature", str(temperature), "--out", str(out))
         hardware = ("+hardware=cpu_small",) if is_cpu_only() else ()

@@ -3,9 +3,8 @@
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
 must stay cheap: all it does is to switch on the CPU platform if torch was built without an accelerator
 (verl_ext/cpu), to let YAMLs calculate, to make checkpoints complete or absent (verl_ext/checkpoints), to register our
-objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), to note which weights wrote
-which token and to keep warnings in the log (verl_ext/rollout), and to let requests name ranks of servers and report
-failures (verl_ext/fleet).
+objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), to keep warnings in the log
+(verl_ext/rollout), and to let requests name ranks of servers (verl_ext/fleet).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 If verl is not installed, only the sandbox is in use, and this package does nothing.
 """
@@ -13,8 +12,6 @@ If verl is not installed, only the sandbox is in use, and this package does noth
 import math
 from importlib.util import find_spec
 from types import ModuleType
-
-from verl_ext import moved
 
 
 def _let_yamls_calculate(omegaconf: ModuleType) -> None:
@@ -28,7 +25,6 @@ def _let_yamls_calculate(omegaconf: ModuleType) -> None:
     register("retool.quotient", lambda whole, part: whole // part, replace=True)
 
 
-moved.install()  # old names of modules, as users' YAMLs and runs of before have them
 if find_spec("verl"):
     import wrapt
 
@@ -53,7 +49,6 @@ if find_spec("verl"):
     wrapt.register_post_import_hook("verl_ext.trainer.skipped_updates:watch_sft", "verl.utils.tracking")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")
-    wrapt.register_post_import_hook("verl_ext.rollout.weight_versions:note_attempts", "verl.workers.rollout.llm_server")
     vllm = "verl.workers.rollout.vllm_rollout"
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_senders", f"{vllm}.vllm_rollout")
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_receivers", f"{vllm}.vllm_async_server")
@@ -62,7 +57,6 @@ if find_spec("verl"):
         "verl_ext.rollout.logs:keep_warnings", "model_hosting_container_standards.logging_config"
     )
     wrapt.register_post_import_hook("verl_ext.rollout.logs:ignore_flush", "verl.trainer.ppo.v1.trainer_separate_async")
-    wrapt.register_post_import_hook("verl_ext.fleet.balancer:tell_failures", "verl.workers.rollout.llm_server")
     wrapt.register_post_import_hook(
         "verl_ext.fleet.ranks:obey_rank", "verl.workers.rollout.vllm_rollout.vllm_async_server"
     )

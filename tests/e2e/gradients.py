@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from verl_ext.analysis.tiny_model import TinyModel, load_model
+from verl_ext.episode import EpisodeKey
 from verl_ext.objectives.mean import mean_loss
 from verl_ext.objectives.ppo import ppo
 from verl_ext.objectives.terms import Tokens
@@ -29,13 +30,13 @@ def check_gradient_norm(run: Any, merged: Path) -> None:
     config, weights = load_model(merged)
     weights = {name: each.requires_grad_() for name, each in weights.items()}
     model = TinyModel(config, max_tokens=MAX_TOKENS)
-    said = {f"{row['uid']}_{row['session']}": row for row in run.trajectories()}
+    said = {EpisodeKey(row["uid"], row["session"]): row for row in run.trajectories()}
     with open(run.out / "tokens.jsonl") as lines:
         noted = json.loads(next(lines))
     batch = run.batches()[0]
 
     def norm(keys: list[str], advantages: list[float]) -> float:
-        rows = [said[key.rpartition("_")[0]] for key in keys]
+        rows = [said[EpisodeKey.parse(key).original] for key in keys]
         prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
         responses, log_probs = zip(*(noted[key] for key in keys), strict=True)
         width = max(map(len, responses))

@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.view import chromium
 from tests.unit.view.served import served
+from verl_ext.episode import EpisodeKey
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.records import store
 from verl_ext.view import data as view
@@ -25,19 +26,19 @@ from verl_ext.view.app import create_app
 
 def check_records(run: Any) -> None:
     """Check that the records agree with the ledger, with the batches that were trained on, and with themselves."""
-    rows = {f"{row['uid']}_{row['session']}": row for row in run.trajectories()}
+    rows = {EpisodeKey(row["uid"], row["session"]): row for row in run.trajectories()}
     ends = read_tally(run.out).ends
     assert {row["uid"]: row["outcome"] for row in rows.values()} == {uid: str(end) for uid, end in ends.items()}
     taken = set()
     for step, batch in enumerate(run.batches(), 1):
         for key, advantage in zip(batch["keys"], batch["advantages"], strict=True):
-            row = rows[key.rpartition("_")[0]]
-            taken.add(f"{row['uid']}_{row['session']}")
+            row = rows[EpisodeKey.parse(key).original]
+            taken.add(EpisodeKey.parse(key).original)
             assert row["trained_step"] == step and row["advantage"] == pytest.approx(advantage, abs=1e-4)
     assert taken == {key for key, row in rows.items() if row["trained_step"] is not None}
     responses = defaultdict(list)
     for token in store.rows(run.out, "tokens"):
-        responses[f"{token['uid']}_{token['session']}"].append(token)
+        responses[EpisodeKey(token["uid"], token["session"])].append(token)
     assert {rows[key]["trained_step"] for key in responses} == {1, 2}
     for key, tokens in responses.items():
         row = rows[key]
@@ -62,12 +63,12 @@ def check_records(run: Any) -> None:
     assert written and all(t["start_s"] < t["end_s"] and t["lane"] not in ("trainer", "tool") for t in written)
 
 
-def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict]]) -> None:
+def check_tokens(run: Any, rows: dict[EpisodeKey, dict], responses: dict[EpisodeKey, list[dict]]) -> None:
     """Check that ids, log-probs and advantages in the records, and on the viewer's page of a response, are those of the
     batch that the sampler gave to the trainer."""
-    seen: dict[str, list[list]] = {}
+    seen: dict[EpisodeKey, list[list]] = {}
     for line in open(run.out / "tokens.jsonl"):
-        seen |= {key.rpartition("_")[0]: values for key, values in json.loads(line).items()}
+        seen |= {EpisodeKey.parse(key).original: values for key, values in json.loads(line).items()}
     for key, tokens in responses.items():
         ids, log_probs = seen[key]
         assert [token["id"] for token in tokens] == ids
@@ -75,7 +76,7 @@ def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict
             log_prob for t, log_prob in zip(tokens, log_probs, strict=True) if t["mask"]
         ]
     advantages = {
-        key.rpartition("_")[0]: advantage
+        EpisodeKey.parse(key).original: advantage
         for batch in run.batches()
         for key, advantage in zip(batch["keys"], batch["advantages"], strict=True)
     }

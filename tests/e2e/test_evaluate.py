@@ -23,17 +23,12 @@ SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_e
 
 
 AGENT = "actor_rollout_ref.rollout.agent"
-OLD_NAMES = [  # verl_ext/moved.py: names in the saved config of an older run
-    f"{AGENT}.agent_loop_config_path=verl_ext/agent_loop/agent_loops.yaml",
-    f"{AGENT}.agent_loop_manager_class=verl_ext.agent_loop.manager.InServerAgentLoopManager",
-    "trainer.v1.sampler.custom_sampler.path=pkg://verl_ext.replay_buffer",
-]
 
 
 @pytest.fixture(scope="module")
 def arguments(small: Path) -> list[str]:
     data = ["--data", str(small / "data" / "eval.parquet"), "--limit", str(PROBLEMS)]
-    return [*OLD_NAMES, *data, "--temperature", "0"]
+    return [*data, "--temperature", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +99,7 @@ def test_another_setting_is_refused_before_anything_starts(
     python: str, run: Path, resumed: Path, arguments: list[str]
 ) -> None:
     before = (resumed / "samples.jsonl").read_bytes()
-    command = [python, "-m", "verl_ext.evaluate", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
+    command = [python, "-m", "verl_ext.evaluation", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
     refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert refused.returncode == 1 and "top_p: there 1.0, now 0.5" in refused.stderr
     assert "EngineCore" not in refused.stderr and (resumed / "samples.jsonl").read_bytes() == before
@@ -112,7 +107,7 @@ def test_another_setting_is_refused_before_anything_starts(
 
 def evaluate_served(python: str, url: str, out: Path, *arguments: str) -> dict:
     """Evaluate what a server serves, and return the result."""
-    command = [python, "-m", "verl_ext.evaluate", "--server", url, "--config", "tiny_dapo", *arguments]
+    command = [python, "-m", "verl_ext.evaluation", "--server", url, "--config", "tiny_dapo", *arguments]
     done = subprocess.run([*command, "--out", str(out)], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((out / "result.json").read_text())

@@ -27,6 +27,7 @@ from tests.e2e.records import check_records
 from tests.e2e.test_options import EVERY_MODES, check_every_modes
 from tests.ports import free_port
 from tests.processes import kill_tree
+from verl_ext.episode import EpisodeKey
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import store
@@ -95,17 +96,17 @@ class Run:
 
 def check_advantages(run: Run, sizes: set[int] = frozenset({N})) -> None:
     """Check that every batch has whole groups without failed rollouts, and advantages of the valid rollouts only."""
-    failed = {f"{t['uid']}_{t['session']}" for t in run.trajectories() if t["end_reason"] in FAILURES}
+    failed = {EpisodeKey(t["uid"], t["session"]) for t in run.trajectories() if t["end_reason"] in FAILURES}
     unequal, found = 0, set()
     for batch in run.batches():
-        sessions = [key.rpartition("_")[0] for key in batch["keys"]]
-        assert not failed & set(sessions)
-        groups: dict[str, dict[str, float]] = defaultdict(dict)
-        for session, score in zip(sessions, batch["scores"], strict=True):
-            groups[session.rpartition("_")[0]][session] = score
-        found |= set(Counter(session.rpartition("_")[0] for session in sessions).values())
-        for session, score, advantage in zip(sessions, batch["scores"], batch["advantages"], strict=True):
-            valid = list(groups[session.rpartition("_")[0]].values())
+        keys = [EpisodeKey.parse(key).original for key in batch["keys"]]
+        assert not failed & set(keys)
+        groups: dict[str, dict[EpisodeKey, float]] = defaultdict(dict)
+        for key, score in zip(keys, batch["scores"], strict=True):
+            groups[key.uid][key] = score
+        found |= set(Counter(key.uid for key in keys).values())
+        for key, score, advantage in zip(keys, batch["scores"], batch["advantages"], strict=True):
+            valid = list(groups[key.uid].values())
             unequal += len(set(valid)) > 1
             by_hand = (score - statistics.mean(valid)) / (statistics.stdev(valid) + 1e-6)
             assert advantage == pytest.approx(by_hand, abs=1e-4)
@@ -175,7 +176,7 @@ def test_a_sandbox_that_is_killed_in_mid_step_costs_only_the_rollouts_that_neede
     assert run.total("failure/groups_filled") > 0
     assert metrics[1]["failure/sandbox_failure"] == metrics[8]["failure/sandbox_failure"] == 0
     assert metrics[8]["tool/calls"] > 0
-    copies = [key for batch in run.batches() for key in batch["keys"] if not key.endswith("_0")]
+    copies = [key for batch in run.batches() for key in batch["keys"] if EpisodeKey.parse(key).copy]
     assert copies
 
 

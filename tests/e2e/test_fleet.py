@@ -113,9 +113,9 @@ def test_the_turns_of_a_rollout_find_its_cache(fleet, capsys):
 
 def test_servers_join_and_leave_under_running_requests(fleet, capsys):
     import ray
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
     from verl_ext.fleet.members import Members
+    from verl_ext.rollout.client import AsyncTurnClient
 
     members = Members(fleet.servers, fleet.checkpoints)
 
@@ -129,7 +129,7 @@ def test_servers_join_and_leave_under_running_requests(fleet, capsys):
             time.sleep(0.1)
         return time.monotonic() - began
 
-    client = fleet.servers.get_client(client_cls=FullyAsyncLLMServerClient)
+    client = fleet.servers.get_client(client_cls=AsyncTurnClient)
 
     async def ask(number: int, written: int) -> Any:
         params = {"max_tokens": written, "ignore_eos": True, "logprobs": True}

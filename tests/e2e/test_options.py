@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
 from tests.e2e.loggers import read_tensorboard, read_wandb
 from tests.e2e.test_resume import optimizer_steps
+from verl_ext.episode import EpisodeKey
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
@@ -112,11 +113,11 @@ def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_their_own_b
     assert len(batches) == 6
     sizes = Counter()
     for step, batch in enumerate(batches, 1):
-        groups: dict[str, dict[str, tuple[float, float]]] = {}
+        groups: dict[str, dict[EpisodeKey, tuple[float, float]]] = {}
         for key, score, advantage in zip(batch["keys"], batch["scores"], batch["advantages"], strict=True):
             if not key.startswith("pad"):
-                uid, session, _ = key.rsplit("_", 2)
-                groups.setdefault(uid, {})[session] = (score, advantage)
+                episode = EpisodeKey.parse(key).original
+                groups.setdefault(episode.uid, {})[episode] = (score, advantage)
         assert len(groups) == 6
         for uid, group in groups.items():
             rate = rate_of[problem_of[uid]]

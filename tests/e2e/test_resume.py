@@ -17,12 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
 from tests.e2e.conftest import OWN_SERVER, REPO, launch, read_metrics, run_to_end
 from tests.processes import kill_tree, stop_at
 from verl_ext.checkpoints import folder as checkpoints
-from verl_ext.evaluation.settings import load_config
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.sandbox.launch import running_server
 
@@ -39,14 +37,8 @@ SFT = [
     "retool.checkpoints.keep_last=1",
     "retool.checkpoints.best_metric=val/loss",
     "retool.checkpoints.best_mode=max",  # the highest loss is that of step 4, of the first start: it must stay
-    "data.custom_cls.path=pkg://verl_ext.sft_dataset",  # an old name, as in older YAMLs
 ]
 AGENT = "actor_rollout_ref.rollout.agent"
-OLD_NAMES = [  # verl_ext/moved.py: an older run continues
-    f"{AGENT}.agent_loop_config_path=verl_ext/agent_loop/agent_loops.yaml",
-    f"{AGENT}.agent_loop_manager_class=verl_ext.agent_loop.manager.InServerAgentLoopManager",
-    "trainer.v1.sampler.custom_sampler.path=pkg://verl_ext.replay_buffer",
-]
 RL = [
     "trainer.total_training_steps=4",
     "trainer.save_freq=2",
@@ -58,7 +50,7 @@ RL = [
 ]
 COLOCATE = ["trainer.v1.trainer_mode=colocate_async"]
 MODES = {
-    "sync": OLD_NAMES,
+    "sync": [],
     "colocate_async": COLOCATE,
     "colocate_async, loops in an actor": [
         *COLOCATE,
@@ -230,12 +222,6 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
         run = Run(trainer, tmp_path / "rl", small, url)
         run.go_through(kills, mode)
     assert run.starts[0][:2] == [1, 2] and run.starts[-1] == [3, 4]
-    if MODES[trainer] is OLD_NAMES:
-        saved = (run.out / "hydra" / "config.yaml").read_text()
-        assert all(override.partition("=")[2] in saved for override in OLD_NAMES)
-        again = load_config(str(run.out / "hydra" / "config.yaml"), [])  # as an evaluation of this run reads it
-        assert OmegaConf.select(again, f"{AGENT}.agent_loop_config_path") == "verl_ext/rollout/agent_loops.yaml"
-        assert "verl_ext.replay_buffer is now verl_ext.trainer.sampler" in run.log.read_text(errors="replace")
     tally = read_tally(run.out)
     assert tally.faults() == [] and tally.step == 4
     if "epochs" not in trainer:

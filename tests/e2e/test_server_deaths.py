@@ -73,12 +73,9 @@ async def until_written(handles: list[Any], tokens: int) -> None:
 
 
 async def ask(fleet: SimpleNamespace, rollout: str, prompt: list[int], tokens: int = TOKENS) -> tuple[Any, Any]:
-    """Run a turn of a rollout; return its output and its `Attempts`."""
-    from verl_ext.rollout.weight_versions import noted_attempts
-
-    with noted_attempts() as attempts:
-        output = await fleet.client.generate(rollout, prompt_ids=prompt, sampling_params=sampling(tokens))
-    return output, attempts
+    """Run a turn of a rollout; return its output and its `TurnRequests`."""
+    output = await fleet.client.generate(rollout, prompt_ids=prompt, sampling_params=sampling(tokens))
+    return output, output.extra_fields["turn"]
 
 
 async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[tuple[int, int]]], list[float]]:
@@ -100,7 +97,8 @@ async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[
     began = time.monotonic()
     await hit(handles)
     results = await asyncio.wait_for(asyncio.gather(*running), 300)
-    return [*zip(*results, strict=True)] + [[ended[number] - began for number in range(REQUESTS)]]
+    outputs, requests = zip(*results, strict=True)
+    return [outputs, [each.written for each in requests], [ended[number] - began for number in range(REQUESTS)]]
 
 
 def check(outputs: list[Any], attempts: list[list[tuple[int, int]]], version: int, model: Any) -> list[int]:
@@ -278,10 +276,10 @@ async def update_hit_by(
     for prompt, (output, attempts) in zip(PROMPTS, await asyncio.wait_for(asyncio.gather(*running), 300), strict=True):
         assert len(output.token_ids) == len(output.log_probs) == TOKENS
         if not attempts.lost:
-            assert difference(versions, prompt, output, [*attempts]) < SAME
+            assert difference(versions, prompt, output, attempts.written) < SAME
             continue
         lost += 1
-        (kept, old), (more, new), *rest = attempts  # of the dead server, and of the next, which has a separate cache
+        (kept, old), (more, new), *rest = attempts.written  # of the dead server, and of the next: a separate cache
         assert (old, new) == (version - 1, version)
         for runs, begin, end in (([(TOKENS, old)], 0, kept), ([(kept + more, new), *rest], kept, TOKENS)):
             own = redone(versions, prompt, list(output.token_ids), runs)[begin:end]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transfer_queue as tq
 
+from verl_ext.episode import EpisodeKey
+from verl_ext.trainer.queue import episodes_of
 from verl_ext.trainer.sampler import DapoReplayBuffer
 
 FIELDS = {"prompt": "prompts", "response": "responses", "mask": "response_mask", "log_probs": "rollout_log_probs"}
@@ -25,12 +27,12 @@ class TokenRecordingReplayBuffer(DapoReplayBuffer):
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, float]]:
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        keys = [key for key in batch.keys if key.endswith("_0")]
+        keys = [key for key in batch.keys if not EpisodeKey.parse(key).copy]
         data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=[*FIELDS.values(), "extra_fields"])
         columns = {name: data[field].unbind() for name, field in FIELDS.items()}
         rows = [{"key": key} | {name: column[i] for name, column in columns.items()} for i, key in enumerate(keys)]
-        for row, extra in zip(rows, data["extra_fields"], strict=True):
-            row["version_spans"] = getattr(extra, "data", extra)["version_spans"]
+        for row, episode in zip(rows, episodes_of(map(EpisodeKey.parse, keys), data["extra_fields"]), strict=True):
+            row["version_spans"] = episode.row.version_spans
         self._folder.mkdir(parents=True, exist_ok=True)
         torch.save(rows, self._folder / f"step_{global_steps}_{self._files}.pt")
         self._files += 1

@@ -87,13 +87,11 @@ async def turns(fleet: Any, tokens: int, at: tuple[int, ...], act: Any) -> list[
         Output of each, and (tokens, version) of its runs.
     """
     from tests.e2e.watched_fleet import sampling, written
-    from verl_ext.rollout.weight_versions import noted_attempts
 
     async def turn(number: int) -> tuple[Any, list[tuple[int, int]]]:
-        with noted_attempts() as attempts:
-            name = f"rollout {time.monotonic()} {number}"
-            output = await fleet.client.generate(name, prompt_ids=PROMPTS[number], sampling_params=sampling(tokens))
-        return output, list(attempts)
+        name = f"rollout {time.monotonic()} {number}"
+        output = await fleet.client.generate(name, prompt_ids=PROMPTS[number], sampling_params=sampling(tokens))
+        return output, output.extra_fields["turn"].written
 
     running = [asyncio.ensure_future(turn(number)) for number in range(REQUESTS)]
     handle = fleet.weights.replicas[0].server_handle

@@ -267,7 +267,7 @@ def used() -> float:
 
 
 def check_evaluation(context: Context) -> Iterator[Row]:
-    """`python -m verl_ext.evaluate`: vLLM in the command's own process, tools on.
+    """`python -m verl_ext.evaluation`: vLLM in the command's own process, tools on.
 
     Of the run that --run names; else of the model that the stage `rl` left after its SFT; else of a random one, which
     writes no program.
@@ -287,7 +287,7 @@ def check_evaluation(context: Context) -> Iterator[Row]:
     else:
         model, whose = Path(inputs["MODEL_PATH"]), "random weights: no calls are expected; give --run, or run rl before"
     yield Row("model", "", whose)
-    command = [sys.executable, "-m", "verl_ext.evaluate", "--model", str(model), "--out", str(out)]
+    command = [sys.executable, "-m", "verl_ext.evaluation", "--model", str(model), "--out", str(out)]
     command += ["--config=tiny_dapo", f"--data={inputs['DATA_DIR']}/eval.parquet", "--n=2"]
     if context.is_cuda:
         command += rl_on_gpu()

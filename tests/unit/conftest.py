@@ -167,7 +167,7 @@ class ScriptedSandbox:
 
 @pytest.fixture(scope="session")
 def roll_out() -> Callable[..., Any]:
-    """Run the real RetoolAgentLoop between scripted server and sandbox; returns (output, server, sandbox)."""
+    """Run the real RetoolAgentLoop between scripted server and sandbox; returns (episode, server, sandbox)."""
     from omegaconf import OmegaConf
 
     from verl_ext.rollout.loop import RetoolAgentLoop
@@ -233,9 +233,10 @@ def roll_out() -> Callable[..., Any]:
                 hf_model_type="qwen2",
                 tools=SimpleNamespace(tools=list(tools)),
             )
-            loop.tools.sandbox = sandbox
-            row = {"uid": "prompt-0", "raw_prompt": [{"role": "user", "content": question}]} | (prompt or {})
-            return await loop.run({"temperature": 1.0, "logprobs": logprobs}, **row)
+            loop.tools.interpreter.sandbox = sandbox
+            row = {"uid": "prompt-0", "session_id": 0, "raw_prompt": [{"role": "user", "content": question}]}
+            row |= prompt or {}
+            return await loop.roll_out({"temperature": 1.0, "logprobs": logprobs}, **row)
 
         return asyncio.run(roll()), server, sandbox
 

@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]
 TUTORIAL = REPO / "docs" / "tutorials" / "train-32b.md"
 SHELL_FRONTS = {  # scripts that pass their arguments on -> the module that parses them, and what they put before
-    "scripts/merge_and_eval.sh": ("verl_ext.evaluate", ["--checkpoint"]),
+    "scripts/merge_and_eval.sh": ("verl_ext.evaluation", ["--checkpoint"]),
     "scripts/quickstart.sh": ("verl_ext.quickstart", []),
 }
 OF_THE_READER = {"+task=NAME": "+task=shop"}  # a file that the page tells its reader to write
@@ -118,7 +118,7 @@ def test_the_pages_have_commands_to_test():
     assert len(named) > 40
     assert {
         "verl_ext.doctor",
-        "verl_ext.evaluate",
+        "verl_ext.evaluation",
         "verl_ext.report",
         "verl_ext.reward.score",
         "data/prepare_jsonl.py",

@@ -71,22 +71,22 @@ def test_the_model_asks_for_a_price_and_the_verifier_accepts_its_bill(rows, tool
     turns = [CALL.format("cheese"), "34 * 12 = 408, so \\boxed{408}"]
     ids = [qwen_tokenizer.encode(turn) + [qwen_tokenizer.eos_token_id] for turn in turns]
     prompt = {"raw_prompt": list(row.prompt), "extra_info": row.extra_info}
-    output, *_ = roll_out(qwen_tokenizer, ids, tools=tools, protocol="hermes", response_length=400, prompt=prompt)
-    shown = qwen_tokenizer.decode(output.prompt_ids)
+    episode, *_ = roll_out(qwen_tokenizer, ids, tools=tools, protocol="hermes", response_length=400, prompt=prompt)
+    shown = qwen_tokenizer.decode(episode.row.prompt_ids)
     assert '"name": "price_of"' in shown and "Look up what one of an item costs." in shown
     assert "code_interpreter" not in shown, "tool_selection names price_of only"
     assert "What do 34 of cheese cost?" in shown
-    assert "<tool_response>\n12\n</tool_response>" in qwen_tokenizer.decode(output.response_ids)
-    assert output.extra_fields["finish_reason"] == "answer"
+    assert "<tool_response>\n12\n</tool_response>" in qwen_tokenizer.decode(episode.row.ids)
+    assert episode.finish_reason == "answer"
     assert verify(turns[-1], row.reward_model["ground_truth"]).acc == 1.0
 
 
 def test_a_wrong_argument_is_the_models_error(tools, roll_out, qwen_tokenizer):
     ids = [qwen_tokenizer.encode(turn) + [qwen_tokenizer.eos_token_id] for turn in (CALL.format("gold"), "?")]
-    output, *_ = roll_out(qwen_tokenizer, ids, tools=tools, protocol="hermes", response_length=400)
-    told = qwen_tokenizer.decode(output.response_ids)
+    episode, *_ = roll_out(qwen_tokenizer, ids, tools=tools, protocol="hermes", response_length=400)
+    told = qwen_tokenizer.decode(episode.row.ids)
     assert "ToolError: there is no item 'gold'; there are bread, cheese" in told
-    assert output.extra_fields["finish_reason"] == "answer" and output.extra_fields["tool_errors"] == 1
+    assert episode.finish_reason == "answer" and episode.use.failed == 1
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from verl_ext.report.page import main as report
 
 REPO = Path(__file__).parents[2]
 
-# Stands in for the Python of merge_and_eval.sh: looks for the checkpoint as `python -m verl_ext.evaluate` would.
+# Stands in for the Python of merge_and_eval.sh: looks for the checkpoint as `python -m verl_ext.evaluation` would.
 FIND = """
 import sys
 from pathlib import Path
 from verl_ext.evaluation.checkpoint import find_checkpoint
-assert sys.argv[1:-1] == ["-m", "verl_ext.evaluate", "--checkpoint"]
+assert sys.argv[1:-1] == ["-m", "verl_ext.evaluation", "--checkpoint"]
 print(find_checkpoint(Path(sys.argv[-1])).shards)
 """
 

@@ -21,7 +21,6 @@ from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 from verl_ext.doctor.schema import schema
 from verl_ext.doctor.suggest import did_you_mean
 from verl_ext.evaluation.store import flatten
-from verl_ext.moved import new_name
 from verl_ext.settings import REPO, VERL
 
 OWN = REPO / "verl_ext/trainer"  # our objectives, advantages and schedules
@@ -227,7 +226,7 @@ def module_file(run: Run, path: str) -> Path | None:
     if path.endswith(".py"):
         file = run.folder / path.removeprefix("file://")
         return file if file.is_file() else None
-    package, *rest = new_name(path.removeprefix("pkg://").replace("/", ".")).split(".")
+    package, *rest = path.removeprefix("pkg://").replace("/", ".").split(".")
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Run a call: the sandbox for code, verl's tool interface for the other tools of a tool YAML."""
+"""The environment with tools: the sandbox for code, verl's tool interface for the other tools of a tool YAML."""
 
 import asyncio
 import builtins
@@ -6,17 +6,21 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.experimental.agent_loop.tool_agent_loop import AgentData
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 from verl.tools.tool_registry import load_all_tools
 
+from verl_ext.environments.base import Opening
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
+from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import Fault
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, format_output
 from verl_ext.sandbox.shared import shared_client
@@ -30,34 +34,36 @@ RELEASE_S = 10.0  # for a tool to let go of its instance, also after a call that
 _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 
 
-@dataclass(frozen=True)
-class CallResult:
-    """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything.
+class Interpreter:
+    """The code interpreter: each call runs in a fresh process of the sandbox."""
 
-    `stdout`, `stderr` and `exit_code` are a program's; None for other tools.
-    """
+    def __init__(self, settings: Any):
+        self.sandbox = shared_client(settings.sandbox)
+        self._timeout_s = settings.sandbox.timeout_s
+        self._limits = {"timeout_s": settings.sandbox.timeout_s, "memory_limit_mb": settings.sandbox.memory_limit_mb}
+        self._echo, self._traceback = settings.sandbox.echo_last_expression, settings.traceback
 
-    output: str
-    error: str | None = None  # kind of error; None if the call ended well
-    failure: str | None = None
-    queue_s: float = 0.0
-    run_s: float = 0.0
-    attempts: int = 1
-    reward: float | None = None
-    stdout: str | None = None
-    stderr: str | None = None
-    exit_code: int | None = None
-
-    @property
-    def complaint(self) -> str:
-        """Return the part of `output` that says what was wrong: a tool's message, a program's last line, "" if none."""
-        if self.error is None:
-            return ""
-        return self.output if self.stdout is None else self.output.rpartition("\n")[2]
+    async def run(self, call: Call) -> CallResult:
+        if not isinstance(code := call.arguments.get("code"), str):  # by a schema of the user's
+            return CallResult(f"ToolError: {call.tool} needs the argument 'code', a string", error="ToolError")
+        result = await self.sandbox.run(code, **self._limits, echo_last_expression=self._echo)
+        if result.status == "sandbox_failure":
+            return CallResult("", failure=result.message, attempts=result.attempts)
+        stderr = result.error_text(self._timeout_s)
+        return CallResult(
+            output=format_output(result.stdout, stderr, traceback=self._traceback),
+            error=None if result.status == "ok" else error_kind(result.status, result.stderr, result.return_code),
+            queue_s=result.queue_s,
+            run_s=result.run_s,
+            attempts=result.attempts,
+            stdout=result.stdout,
+            stderr=stderr,
+            exit_code=result.return_code,
+        )
 
 
 class Toolbox:
-    """The tools of an agent loop.
+    """The tools of an agent loop, which all its episodes share; `environment` makes what each has by itself.
 
     Args:
         settings: `retool` of the run's YAML.
@@ -65,15 +71,14 @@ class Toolbox:
     """
 
     def __init__(self, settings: Any, tools: Sequence[BaseTool | FunctionTool] = ()):
-        sandbox = settings.sandbox
-        self.sandbox = shared_client(sandbox)
-        self._timeout_s = sandbox.timeout_s
-        self._tool_timeout_s = sandbox.timeout_s + sandbox.queue_timeout_s
-        self._limits = {"timeout_s": sandbox.timeout_s, "memory_limit_mb": sandbox.memory_limit_mb}
-        self._echo = sandbox.echo_last_expression
-        self._traceback = settings.traceback
-        self._tools = {tool.name: tool for tool in tools}
+        self.interpreter = Interpreter(settings)
+        self.timeout_s = settings.sandbox.timeout_s + settings.sandbox.queue_timeout_s  # of a call of another tool
+        self.tools = {tool.name: tool for tool in tools} | {CODE_TOOL: self.interpreter}
         self.schemas = schemas_of(tools)
+
+    def environment(self) -> "ToolEnvironment":
+        """Return the environment of one episode."""
+        return ToolEnvironment(self)
 
     def select(self, selection: Any) -> dict[str, dict]:
         """Return, by name, the schemas of the tools that a sample may use: its `extra_info.tool_selection`, or all.
@@ -90,84 +95,119 @@ class Toolbox:
             )
         return {name: self.schemas[name] for name in selection}
 
-    async def run(self, call: Call, tools_kwargs: Mapping[str, Any]) -> CallResult:
-        """Run one call.
 
-        Args:
-            tools_kwargs: the sample's; `{tool: {"create_kwargs": ...}}`, as for verl's tools.
-        Raises:
-            Exception: a bug in a tool, or a request that the sandbox server refuses as such.
-        """
-        return await (self._run_code(call) if call.tool == CODE_TOOL else self._run_tool(call, tools_kwargs))
+class ToolEnvironment:
+    """An episode with the interpreter, functions, and verl's `BaseTool`s, of which it has one instance each."""
 
-    async def _run_code(self, call: Call) -> CallResult:
-        result = await self.sandbox.run(call.arguments["code"], **self._limits, echo_last_expression=self._echo)
-        if result.status == "sandbox_failure":
-            return CallResult("", failure=result.message, attempts=result.attempts)
-        stderr = result.error_text(self._timeout_s)
-        return CallResult(
-            output=format_output(result.stdout, stderr, traceback=self._traceback),
-            error=None if result.status == "ok" else error_kind(result.status, result.stderr, result.return_code),
-            queue_s=result.queue_s,
-            run_s=result.run_s,
-            attempts=result.attempts,
-            stdout=result.stdout,
-            stderr=stderr,
-            exit_code=result.return_code,
-        )
+    def __init__(self, toolbox: Toolbox):
+        self._tools, self._timeout_s, self._select = toolbox.tools, toolbox.timeout_s, toolbox.select
+        self._schemas: dict[str, dict] = {}
+        self._instances: dict[str, str] = {}  # name of a BaseTool -> its instance
+        self._busy: dict[str, asyncio.Lock] = {}  # an instance runs the calls of a turn one after the other
+        self._agent: AgentData | None = None
 
-    async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> CallResult:
-        """Run a tool of the tool YAML; tool_errors.py says whose fault an exception is.
+    async def open(self, task: Mapping[str, Any]) -> Opening:
+        """Begin the episode, and create the instances of its tools; see `Environment.open`."""
+        self._schemas = self._select((task.get("extra_info") or {}).get("tool_selection"))
+        messages, settings = list(task["raw_prompt"]), task.get("tools_kwargs") or {}
+        self._agent = AgentData(messages, [], [], None, None, {}, str(task.get("uid", "")), settings)
+        for name in self._schemas:
+            if not isinstance(tool := self._tools[name], FunctionTool | Interpreter):
+                create_kwargs = (settings.get(name) or {}).get("create_kwargs") or {}
+                instance, _ = await self._attempts(name, {}, partial(tool.create, create_kwargs=create_kwargs))
+                self._instances[name], self._busy[name] = instance, asyncio.Lock()
+        return Opening(messages, self._schemas)
+
+    async def call(self, call: Call) -> CallResult:
+        """Run one call; tool_errors.py says whose fault an exception of a tool is.
 
         Raises:
-            Exception: a bug of the tool, with a note that names the tool.
+            Exception: a bug of a tool, with a note that names it, or a request that the sandbox refuses as such.
         """
-        known = (self.schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
+        if isinstance(tool := self._tools[call.tool], Interpreter):
+            return await tool.run(call)
+        known = (self._schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
         if unknown := sorted(call.arguments.keys() - known.keys()):
             told = f"{call.tool} has no argument {unknown[0]!r}; it has {', '.join(known) or 'none'}"
             return CallResult(f"ToolError: {told}", error="ToolError")
-        started, attempt = time.perf_counter(), 0
-        while True:
-            attempt += 1
+        started, tried = time.perf_counter(), list[int]()
+        try:
+            async with self._busy.get(call.tool) or nullcontext():
+                response, reward = await self._attempts(call.tool, call.arguments, partial(self._say, call), tried)
+        except ToolUnavailable as error:
+            return CallResult("", failure=str(error), attempts=len(tried))
+        except _ToldError as error:
+            return CallResult(str(error), error=error.kind, run_s=time.perf_counter() - started, attempts=len(tried))
+        text = format_output(response.text, "")
+        return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=len(tried))
+
+    async def reply(self, text: str) -> list[dict[str, Any]] | None:
+        return None
+
+    async def score(self, episode: Episode) -> Score | None:
+        return None
+
+    async def close(self) -> None:
+        """Release the instances of tools, each within RELEASE_S; one that fails to is logged."""
+        instances, self._instances = self._instances, {}
+        await asyncio.gather(*(self._release(name, instance) for name, instance in instances.items()))
+
+    async def _release(self, name: str, instance: str) -> None:
+        try:
+            await asyncio.wait_for(self._tools[name].release(instance), RELEASE_S)
+        except TimeoutError:
+            logger.warning("The tool %s has not released its instance in %g s.", name, RELEASE_S)
+        except Exception:  # a tool's code may raise anything; the episode has ended
+            logger.exception("The tool %s could not release its instance.", name)
+
+    async def _attempts(
+        self, name: str, arguments: Mapping[str, Any], act: Callable[[], Awaitable[Any]], tried: list | None = None
+    ) -> Any:
+        """Return what a tool gives in one of TOOL_ATTEMPTS, each in time; `tried` gets an entry for each.
+
+        Raises:
+            _ToldError: the model is at fault, and reads the message.
+            ToolUnavailable: the infrastructure is.
+            Exception: the tool is, with a note that names it.
+        """
+        for attempt in range(1, TOOL_ATTEMPTS + 1):
+            if tried is not None:
+                tried.append(attempt)
             try:
-                response, reward = await self._call_in_time(call, tools_kwargs)
-                break
+                return await self._in_time(act())
             except Exception as error:  # a tool's code may raise anything; a bug is raised again
-                fault = who_is_at_fault(error, call.arguments, is_last=attempt == TOOL_ATTEMPTS)
+                fault = who_is_at_fault(error, arguments, is_last=attempt == TOOL_ATTEMPTS)
                 if fault is Fault.OURS:
                     error.add_note(
-                        f"Raised by the tool {call.tool!r} for the arguments {call.arguments!r:.200}. Correct it: "
-                        "if the arguments are at fault, it must raise verl_ext.environments.tool_errors.ToolError; "
-                        "if its backend is down, ToolUnavailable."
+                        f"Raised by the tool {name!r} for the arguments {arguments!r:.200}. Correct it: if the "
+                        "arguments are at fault, it must raise verl_ext.environments.tool_errors.ToolError; if its "
+                        "backend is down, ToolUnavailable."
                     )
                     raise
                 if fault is Fault.MODEL:
-                    kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
-                    seconds = time.perf_counter() - started
-                    return CallResult(f"{kind}: {error}", error=kind, run_s=seconds, attempts=attempt)
+                    raise _ToldError(error) from error
                 if isinstance(error, ToolUnavailable) or attempt == TOOL_ATTEMPTS:
-                    return CallResult("", failure=f"{call.tool}: {error!r}", attempts=attempt)
-                logger.info("%s failed and is called again: %r", call.tool, error)
+                    raise ToolUnavailable(f"{name}: {error!r}") from error
+                logger.info("%s failed and is called again: %r", name, error)
             await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))
-        text = format_output(response.text, "")
-        return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
+        raise AssertionError  # the last attempt returns or raises
 
-    async def _call_in_time(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
-        """Return `_call_tool`'s result in time. A tool function that hangs keeps its thread until its own time limit.
+    async def _in_time(self, acting: Awaitable[Any]) -> Any:
+        """Return a tool's answer in time. A tool function that hangs keeps its thread until its own time limit.
 
         Raises:
             TimeoutError: the tool takes longer than code may take to queue and run.
         """
-        limit = asyncio.timeout(self._tool_timeout_s)
+        limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return await self._call_tool(call, tools_kwargs)
+                return await acting
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise TimeoutError(f"no answer within {self._tool_timeout_s:g} s") from error
+            raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
 
-    async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
+    async def _say(self, call: Call) -> tuple[ToolResponse, float | None]:
         """Return what the tool says, and its reward.
 
         Raises:
@@ -181,20 +221,21 @@ class Toolbox:
                 raise TypeError(f"The tool {call.tool!r} returned {said!r}: expected text.")
             response, reward, _ = normalize_function_tool_return(said)
         else:
-            settings = tools_kwargs.get(call.tool) or {}
-            instance, _ = await tool.create(create_kwargs=settings.get("create_kwargs") or {})
-            try:
-                response, reward, _ = await tool.execute(instance, call.arguments)
-            finally:
-                try:
-                    await asyncio.wait_for(tool.release(instance), RELEASE_S)
-                except TimeoutError:
-                    logger.warning("the tool %s has not released its instance within %g s", call.tool, RELEASE_S)
+            instance = self._instances[call.tool]
+            response, reward, _ = await tool.execute(instance, call.arguments, agent_data=self._agent)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
         if response.text is None:
             raise TypeError(f"The tool {call.tool!r} answered without text: expected text, or an empty string.")
         return response, reward
+
+
+class _ToldError(ToolError):
+    """An error of a tool that the model reads."""
+
+    def __init__(self, error: Exception):
+        self.kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
+        super().__init__(f"{self.kind}: {error}")
 
 
 def load_tools(multi_turn: Mapping[str, Any], folder: Path) -> list[BaseTool | FunctionTool]:

@@ -1,4 +1,4 @@
-"""Evaluation with tools: `python -m verl_ext.evaluate` runs it.
+"""Evaluation with tools: `python -m verl_ext.evaluation` runs it.
 
 `problems`, `servers` and `sampling` take samples, `store` keeps them. `samples` reads them, and also those of records
 and of verl's dumps; `figures` and `result` say what they show,

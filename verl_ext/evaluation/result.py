@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.evaluation.samples import Sample, read_dump
 from verl_ext.evaluation.store import SETTINGS, flatten
@@ -127,16 +130,25 @@ def _about(file: Path) -> dict[str, Any]:
 def _tools(file: Path) -> dict[str, float]:
     """Return `tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
     rows = map(_tool_row, store.read(file).to_pylist()) if file.suffix == ".parquet" else jsonl.read(file)
-    judged = [
-        row for row in {row.get("uid"): row for row in rows}.values() if row.get("tool_use") and not row.get("failure")
-    ]
-    return tool_metrics([row | {"reward_extra_info": row} for row in judged])
+    last = {row.get("uid"): row for row in rows}.values()
+    return tool_metrics([_episode(row) for row in last if row.get("tool_use") and not row.get("failure")])
+
+
+def _episode(row: Mapping[str, Any]) -> Episode:
+    """Return what `tool_metrics` needs of a row of `samples.jsonl`."""
+    return Episode(
+        EpisodeKey(str(row["uid"]), 0),
+        rows=[TokenRow(model_spans=row["model_spans"])],
+        finish_reason=row["finish_reason"],
+        use=msgspec.convert(row["tool_use"], ToolUse),
+        reward=Reward(None, {"acc": row["acc"]}),
+    )
 
 
 def _tool_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of records with the keys of `samples.jsonl` that `tool_metrics` takes."""
+    """Return a row of records with the keys of `samples.jsonl` that `_episode` takes."""
     turns = [turn for turn in row["turns"] or () if turn["role"] == "model"]
-    return json.loads(row["reward_parts"] or "{}") | {
+    return {
         "uid": (row["uid"], row["session"]),
         "tool_use": json.loads(row["tool_use"] or "{}"),
         "acc": row["acc"],

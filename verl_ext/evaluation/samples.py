@@ -1,5 +1,5 @@
 """Judged samples, one per row: of records, and of the files of `trainer.validation_data_dir` and `python -m
-verl_ext.evaluate`.
+verl_ext.evaluation`.
 """
 
 import math
@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from verl_ext.episode import EpisodeKey
 from verl_ext.outcome import UNVERIFIED, Fault, RolloutEnd, evaluation_failure
 from verl_ext.records import store
 from verl_ext.records.problem import canonical
@@ -80,17 +81,24 @@ def read_dump(path: Path) -> list[Sample]:
     """
     if path.suffix == ".parquet":
         return [sample_of(row) for row in store.read(path).to_pylist()]
-    last: dict[str, tuple[int, Sample]] = {}
+    last: dict[EpisodeKey, tuple[int, Sample]] = {}
     expected = (
         "a row of verl's validation dump with the keys of verl_ext/reward/manager.py (made by "
         "`trainer.validation_data_dir` and that reward manager)"
     )
     for sample in jsonl.read(path, sample_of_dump, expected):
-        parts = sample.uid.rsplit("_", 2)
-        session, index = ("_".join(parts[:2]), int(parts[2])) if len(parts) == 3 else (sample.uid, 0)
-        if session not in last or index >= last[session][0]:
-            last[session] = (index, sample)
+        key = key_of(sample.uid)
+        if key.episode not in last or key.row >= last[key.episode][0]:
+            last[key.episode] = (key.row, sample)
     return [sample for _, sample in last.values()]
+
+
+def key_of(uid: str) -> EpisodeKey:
+    """Return the key that a dump has as `uid`; a text of another form is that of a prompt's only response."""
+    try:
+        return EpisodeKey.parse(uid)
+    except ValueError:
+        return EpisodeKey(uid, 0)
 
 
 def share_of(acc: float | None) -> float | None:
@@ -104,7 +112,7 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
     ran = [call for call in row["calls"] or () if call["attempts"] is not None]
     verdict, end, acc = row["verdict"] or {}, row["end_reason"], share_of(row["acc"])
     return Sample(
-        uid=f"{row['uid']}_{row['session']}_0",
+        uid=str(EpisodeKey(row["uid"], row["session"] or 0)),
         input=plain(row["prompt"] or ""),
         output=plain("".join(turn.get("text") or "" for turn in turns)),
         gts=row["ground_truth"],

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 
 from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.environments.toolbox import load_tools
+from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
 from verl_ext.evaluation.samples import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
@@ -47,9 +49,13 @@ class Task:
     seed: int
 
     @property
+    def key(self) -> EpisodeKey:
+        return EpisodeKey(self.row["uid"], self.number)
+
+    @property
     def uid(self) -> str:
-        """Return the sample's name as in verl's dumps: prompt, session, output."""
-        return f"{self.row['uid']}_{self.number}_0"
+        """Return the sample's name as in verl's dumps."""
+        return str(self.key)
 
 
 def make_tasks(rows: Sequence[dict[str, Any]], n: int, seed: int) -> list[Task]:
@@ -102,7 +108,7 @@ class Sampler:
     async def aclose(self) -> None:
         """Close the connections to the sandbox."""
         for loop in self._loops.values():
-            await loop.tools.sandbox.aclose()
+            await loop.tools.interpreter.sandbox.aclose()
 
     async def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Check that all prompts can be rolled out, before any is.
@@ -170,29 +176,30 @@ class Sampler:
         seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0, "call_retries": self._retries}
         if before and before["failure"] == UNVERIFIED:
-            ids, fields, prompt = before["response_ids"], before, before["input"]
+            row = TokenRow(ids=before["response_ids"], model_spans=before["model_spans"])
+            use = msgspec.convert(before["tool_use"], ToolUse)
+            episode = Episode(task.key, rows=[row], finish_reason=before["finish_reason"], use=use)
+            prompt = before["input"]
         else:
             try:
-                output = await self._loop(task.row).run(self._params | seed, **columns)
+                episode = await self._loop(task.row).roll_out(self._params | seed, **columns)
             except ServerFailure as error:
                 logger.warning("%s: %s", task.uid, error)
                 return _row(task, finish_reason=SERVER_FAILURE, failure=SERVER_FAILURE, error=str(error), **seed)
-            ids, fields = output.response_ids, output.extra_fields
-            prompt = self._tokenizer.decode(output.prompt_ids, skip_special_tokens=True)
-        scored = await self._reward.score_rollout(ids, columns | {"tool_extra_fields": fields})
-        info = scored["reward_extra_info"]
-        failure = evaluation_failure(info)
+            prompt = self._tokenizer.decode(episode.row.prompt_ids, skip_special_tokens=True)
+        reward = await self._reward.score_episode(episode, columns)
+        failure = evaluation_failure(reward.info)
         return _row(
             task,
             input=prompt,
-            output=self._tokenizer.decode(ids, skip_special_tokens=True),
+            output=self._tokenizer.decode(episode.row.ids, skip_special_tokens=True),
             failure=failure,
             **seed,
-            **info | {"score": scored["reward_score"]} | ({"acc": None} if failure else {}),
+            **reward.info | {"score": reward.score} | ({"acc": None} if failure else {}),
             seconds=round(time.perf_counter() - started, 3),
-            model_spans=fields["model_spans"],
-            tool_use=fields["tool_use"],
-            **{"response_ids": ids} if failure == UNVERIFIED else {},
+            model_spans=episode.row.model_spans,
+            tool_use=vars(episode.use),
+            **{"response_ids": episode.row.ids} if failure == UNVERIFIED else {},
         )
 
     def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:

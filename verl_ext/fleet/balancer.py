@@ -6,9 +6,7 @@ ring: `routing.Router` in verl's registry of routers. It avoids failing servers 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -16,7 +14,6 @@ from omegaconf import DictConfig
 from verl_ext.fleet.modes import getter, in_sentences, needs_loops_that_ask_for_servers
 from verl_ext.fleet.ranks import RankHandle, ranks_of
 from verl_ext.fleet.routing import Router
-from verl_ext.versions import VERL, require_versions
 
 KEY = "retool.fleet.routing"
 MAX_ROLLOUTS = 100_000  # the most recent ones, whose slot is remembered; others get the slot of their hash
@@ -111,39 +108,6 @@ class RingLoadBalancer:
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
-
-
-def tell_failures(clients: ModuleType) -> None:
-    """Report failures to a router that has `failed`: verl/workers/rollout/llm_server.py:99 `LLMServerClient.generate`
-    (0.9.1).
-
-    A server that refuses a request with a ValueError has not failed, because any other server would refuse it as well.
-    """
-    require_versions(VERL, "verl_ext/fleet/balancer.py")
-    client = clients.LLMServerClient
-    acquire, generate = client._acquire_server, client.generate
-
-    async def acquire_noted(self: Any, request_id: str, **extra: Any) -> tuple[str, Any]:
-        server_id, server = await acquire(self, request_id, **extra)
-        _asked.set(server_id)
-        return server_id, server
-
-    async def generate_told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _asked.set(None)
-        try:
-            return await generate(self, *args, **kwargs)
-        except Exception as error:  # any cause of the server's death; it is raised again
-            server_id, failed = _asked.get(), getattr(self._load_balancer, "failed", None)  # verl's own has none
-            if server_id and failed and not isinstance(error, ValueError):
-                failed.remote(server_id=server_id)
-            raise
-        finally:
-            _asked.reset(token)
-
-    client._acquire_server, client.generate = acquire_noted, generate_told
-
-
-_asked: ContextVar[str | None] = ContextVar("asked", default=None)  # the server of the running request
 
 
 def _server_of(slot: str) -> str:

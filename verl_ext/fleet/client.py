@@ -9,15 +9,13 @@ import asyncio
 import logging
 import os
 import time
-from contextvars import ContextVar
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.rollout.client import AsyncTurnClient, Request
 from verl_ext.rollout.liveness import GONE
-from verl_ext.rollout.weight_versions import note_lost
 from verl_ext.settings import HealthSettings
 
 logger = logging.getLogger(__name__)
@@ -28,16 +26,14 @@ GAVE_UP = "error"  # stop reason of a turn that makes the rollout an infrastruct
 PAUSE_S = 0.5  # until a request asks again for a server, or asks an unreachable one again
 ROUTER_S = 10.0  # for the router to remove a server; it takes milliseconds
 MAX_UNREACHED = 20  # consecutive tries that did not reach the server; one more counts as a lost request
-_server: ContextVar[str] = ContextVar("server")  # of this turn's newest request
-_lost: ContextVar[int] = ContextVar("lost")  # requests of this turn that were lost with their servers
 
 
 class NoServerLeft(Exception):
     """No server was available for `retool.fleet.health.wait_s`, or the router is gone."""
 
 
-class _Request(LLMServerClient):
-    """One request of a turn. In `FleetClient`'s method resolution order, it stands between verl's two clients."""
+class _Request(Request):
+    """One request of a turn, whose server may die."""
 
     limits: HealthSettings
 
@@ -59,7 +55,6 @@ class _Request(LLMServerClient):
                     raise NoServerLeft(f"no rollout server answered for {self.limits.wait_s:g} s: {error!r}") from error
                 await asyncio.sleep(PAUSE_S)
             else:
-                _server.set(name)
                 return name, server
 
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
@@ -75,9 +70,10 @@ class _Request(LLMServerClient):
             why = "its engine is dead"
             if not output.extra_fields.pop(FAILED, False):
                 return output
-        name, lost = _server.get().split("/")[0], _lost.get() + 1  # a router may name one of its ranks: server/rank
-        _lost.set(lost)
-        note_lost(name)
+        turn = self._turns[request_id]
+        name = turn.server.split("/")[0]
+        turn.lost.append(name)
+        lost = len(turn.lost)
         await self._leave_out(name)  # before anyone's next request
         logger.warning(
             "Server %s failed (%s). A request continues on another server with its %d tokens (attempt %d of %d).",
@@ -114,17 +110,10 @@ class _Request(LLMServerClient):
         return await super().generate(request_id, **kwargs)
 
 
-class FleetClient(FullyAsyncLLMServerClient, _Request):
-    """The client whose turns outlive their servers; see the module's docstring."""
+class FleetClient(AsyncTurnClient, _Request):
+    """The client whose turns outlive their servers; see the module's docstring. A turn ends with `GAVE_UP` if
+    `limits.attempts` servers died or none is left."""
 
     def __init__(self, *args: Any, limits: HealthSettings, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.limits = limits
-
-    async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
-        """Generate one turn, as verl's; `stop_reason` is `GAVE_UP` if `attempts` servers died or none is left."""
-        before = _lost.set(0)
-        try:
-            return await super().generate(request_id, **kwargs)
-        finally:
-            _lost.reset(before)

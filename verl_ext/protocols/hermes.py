@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
+from verl_ext.protocols.base import Call, ChatReply, MalformedCall, strip_fence
 from verl_ext.protocols.call_json import loads, short, what_is_wrong
 from verl_ext.protocols.thinking import TAG, THINK_START, THINK_STOP, end_of_thinking, without_thinking
 
@@ -153,12 +153,10 @@ class HermesProtocol:
         parameters = tools[name]["function"].get("parameters") or {}
         if wrong := what_is_wrong(arguments, parameters, name):
             raise MalformedCall(*wrong)
-        if name == CODE_TOOL:
-            if not isinstance(arguments.get("code"), str):
-                raise MalformedCall("missing_argument", f"{name} needs the argument 'code', a string")
+        if isinstance(arguments.get("code"), str):
             arguments = {**arguments, "code": strip_fence(arguments["code"])}
             if not arguments["code"].strip():
-                raise MalformedCall("empty_code", f"{CODE_TOOL} got no code")
+                raise MalformedCall("empty_code", f"{name} got no code")
         return Call(name, arguments, start, repaired)
 
     def _repair(self, body: str) -> Any:

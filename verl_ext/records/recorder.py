@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_ext.episode import EpisodeKey
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import store
 from verl_ext.records.fates import why, why_left_out
@@ -51,16 +52,16 @@ class Fates:
 
     Attributes:
         ends: uid -> end, of the groups that left the queue with this step; None in a validation.
-        taken: `{uid}_{session}` of the rollouts that a batch took -> their advantage; None if their tokens differ.
+        taken: rollout that a batch took -> its advantage; None if its tokens differ.
         fillers: uids that a batch took because it lacked useful groups.
-        left_out: `{uid}_{session}` of rollouts of these groups that are not in the loss -> why.
+        left_out: rollout of these groups that is not in the loss -> why.
     """
 
     step: int
     ends: Mapping[str, PromptEnd | None]
-    taken: Mapping[str, float | None]
+    taken: Mapping[EpisodeKey, float | None]
     fillers: frozenset[str] = frozenset()
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[EpisodeKey, str] = field(default_factory=dict)
     validate: bool = False
 
 
@@ -248,7 +249,7 @@ class Recorder:
             because = why(end, rows, is_filler=uid in fates.fillers)
             is_taken = end is PromptEnd.TRAINED or uid in fates.fillers
             for row in rows:
-                key = f"{uid}_{row['session']}"
+                key = EpisodeKey(uid, row["session"])
                 row |= {"outcome": str(end), "outcome_why": fates.left_out.get(key, because)}
                 if key in fates.taken:
                     row |= {"trained_step": fates.step, "advantage": fates.taken[key]}

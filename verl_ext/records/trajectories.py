@@ -1,6 +1,6 @@
-"""A rollout as a row of the records (schema.TRAJECTORIES): `problem_columns` of its group and `rollout_columns`.
+"""An episode as a row of the records (schema.TRAJECTORIES): `problem_columns` of its group and `to_record`.
 
-An agent-loop worker (rollout/workers.py) fills in what it knows of the row. The recorder adds the prompt's fate.
+An agent-loop worker (rollout/workers.py) makes them when a group has ended. The recorder adds the prompt's fate.
 """
 
 import json
@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd, rollout_end
+from verl_ext.episode import Episode, Reward, Turn, TurnCall
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd
 from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
 
@@ -35,61 +36,48 @@ def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
     }
 
 
-def rollout_columns(
-    session: int, trajectory: Row, extra_fields: Row, *, score: float | None = None, **times: Any
-) -> dict[str, Any]:
-    """Return what is known of a rollout when it has ended.
-
-    Args:
-        session: its number in the group.
-        trajectory: `prompt` and `turns` as the agent loop recorded them; empty if another project's loop ran.
-        extra_fields: the rollout's, with the reward manager's `reward_extra_info`.
-        times: `score_s`, `started_s`, `ended_s`.
-    """
-    info = dict(extra_fields.get("reward_extra_info") or {})
-    end = rollout_end({"finish_reason": extra_fields.get("finish_reason"), **info})
-    use = extra_fields.get("tool_use") or {}
-    spans = extra_fields.get("version_spans") or ()
-    turns, calls = _turns_and_calls(trajectory.get("turns", ()))
+def to_record(episode: Episode) -> dict[str, Any]:
+    """Return what is known of an episode when it has ended, or raised."""
+    reward, end, use = episode.reward or Reward(None), episode.end, episode.use
+    info, is_judged = reward.info, end not in INFRASTRUCTURE_FAILURES
+    times = {"score_s": episode.score_s, "started_s": episode.started_s, "ended_s": episode.ended_s}
+    if end == RolloutEnd.RAISED:
+        known = {"session": episode.key.session, "exception": text_of(episode.exception), "timings": times}
+        return known | {"end_reason": str(end), "fault": str(RolloutEnd.RAISED.fault)}
+    turns, calls = _turns_and_calls(episode.turns)
+    spans = [span for row in episode.rows for span in row.version_spans]
+    if use:
+        times |= {name: getattr(use, name) for name in ("queue_s", "generate_s", "tool_s")}
     return {
-        "session": session,
-        "prompt": trajectory.get("prompt"),
+        "session": episode.key.session,
+        "prompt": episode.prompt,
         "turns": turns,
         "calls": calls,
         "version_spans": [dict(zip(("start", "end", "version"), span, strict=True)) for span in spans],
         "end_reason": str(end),
-        "exception": _exception(end, calls, info.get("verdict"), extra_fields.get("lost_servers") or ()),
+        "exception": _exception(episode, calls),
         "fault": str(_ENDS[end].fault) if end in _ENDS else None,
-        "score": None if end in INFRASTRUCTURE_FAILURES else _number(score),
-        "acc": None if end in INFRASTRUCTURE_FAILURES else _number(info.get("acc")),
+        "score": _number(reward.score) if is_judged else None,
+        "acc": _number(info.get("acc")) if is_judged else None,
         "reward_parts": _json(info),
         "verdict": {name: text_of(info.get(key) or None) for name, key in _VERDICT},
         "response_tokens": sum(turn["tokens"] for turn in turns),
         "model_tokens": sum(turn["tokens"] for turn in turns if turn["role"] == "model"),
-        "timings": {name: use.get(name) for name in ("queue_s", "generate_s", "tool_s")} | times,
-        "sampling": _json({"seeds": trajectory.get("seeds"), **(trajectory.get("sampling") or {})}),
-        "tool_use": _json(use),
-    }
-
-
-def _exception(end: Any, calls: Sequence[Row], verdict: Any, lost_servers: Sequence[str]) -> str | None:
-    """Return the infrastructure's message about its failure."""
-    if end == RolloutEnd.UNVERIFIED:
-        return text_of(verdict or None)
-    if end == RolloutEnd.ABORTED and lost_servers:
-        return text_of(f"no answer of {', '.join(lost_servers)}")
-    return next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None)
-
-
-def raised_columns(session: int, error: BaseException, **times: float) -> dict[str, Any]:
-    """Return what is known of a rollout that raised, which is stored nowhere else. `times`: `started_s`, `ended_s`."""
-    return {
-        "session": session,
-        "end_reason": str(RolloutEnd.RAISED),
-        "exception": text_of(f"{type(error).__name__}: {error}"),
-        "fault": str(RolloutEnd.RAISED.fault),
         "timings": times,
+        "sampling": _json(episode.sampling),
+        "tool_use": _json(vars(use) if use else {}),
     }
+
+
+def _exception(episode: Episode, calls: Sequence[Row]) -> str | None:
+    """Return the infrastructure's message about its failure."""
+    if episode.exception is not None:
+        return text_of(episode.exception)
+    if episode.end == RolloutEnd.UNVERIFIED:
+        return text_of(episode.reward.info.get("verdict") or None)
+    if episode.end == RolloutEnd.ABORTED and episode.lost_servers:
+        return text_of(f"no answer of {', '.join(episode.lost_servers)}")
+    return next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None)
 
 
 _ENDS = {str(end): end for end in RolloutEnd}
@@ -98,34 +86,36 @@ _VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "metho
 _OF_TURN = ("text", "tokens", "start", "server", "started_s", "generate_s")
 
 
-def _turns_and_calls(turns: Sequence[Row]) -> tuple[list[dict], list[dict]]:
+def _turns_and_calls(turns: Sequence[Turn]) -> tuple[list[dict], list[dict]]:
     rows: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for turn in turns:
-        first = len(calls) if turn["calls"] else None
-        calls += [_call(call, len(rows)) for call in turn["calls"]]
-        rows.append({"role": "model", "call": first} | {name: turn.get(name) for name in _OF_TURN})
-        if (reply := turn.get("reply")) and reply["tokens"]:
-            rows.append({"role": "tool", "call": first, **reply})
+        first = len(calls) if turn.calls else None
+        calls += [_call(call, len(rows)) for call in turn.calls]
+        rows.append({"role": "model", "call": first} | {name: getattr(turn, name) for name in _OF_TURN})
+        if turn.reply and turn.reply.tokens:
+            rows.append({"role": "tool", "call": first, **vars(turn.reply)})
     return rows, calls
 
 
-def _call(call: Row, turn: int) -> dict[str, Any]:
-    row = {"turn": turn, "tool": call.get("tool"), "code": None, "stdout": None, "stderr": None, "fault": None}
-    if "malformed" in call:
-        said = text_of(call["output"])
-        return row | {"status": f"malformed:{call['malformed']}", "stdout": said, "fault": str(Fault.MODEL)}
-    arguments = call["arguments"]
+def _call(call: TurnCall, turn: int) -> dict[str, Any]:
+    row = {"turn": turn, "tool": call.tool, "code": None, "stdout": None, "stderr": None, "fault": None}
+    result = call.result
+    if call.malformed:
+        said = text_of(result.output)
+        return row | {"status": f"malformed:{call.malformed}", "stdout": said, "fault": str(Fault.MODEL)}
+    arguments = call.arguments
     row["code"] = text_of(arguments["code"] if arguments.keys() == {"code"} else arguments)
-    if "attempts" not in call:
+    if result is None:
         return row | {"status": "not_run"}
-    row |= {name: call[name] for name in ("queue_s", "run_s", "attempts", "exit_code", "started_s")}
-    if call["failure"]:
-        return row | {"status": "failure", "stderr": text_of(call["failure"]), "fault": str(Fault.INFRASTRUCTURE)}
-    said = call["output"] if call["stdout"] is None else call["stdout"]
-    fault = str(Fault.MODEL) if call["error"] else None
-    texts = {"stdout": cut(text_of(said)), "stderr": cut(text_of(call["stderr"]))}
-    return row | texts | {"status": call["error"] or "ok", "fault": fault}
+    row |= {name: getattr(result, name) for name in ("run_s", "attempts", "exit_code")}
+    row |= {"queue_s": call.queue_s, "started_s": call.started_s}
+    if result.failure:
+        return row | {"status": "failure", "stderr": text_of(result.failure), "fault": str(Fault.INFRASTRUCTURE)}
+    said = result.output if result.stdout is None else result.stdout
+    fault = str(Fault.MODEL) if result.error else None
+    texts = {"stdout": cut(text_of(said)), "stderr": cut(text_of(result.stderr))}
+    return row | texts | {"status": result.error or "ok", "fault": fault}
 
 
 def cut(text: str | None) -> str | None:

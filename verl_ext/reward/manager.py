@@ -24,6 +24,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
+from verl_ext.episode import Episode, EpisodeKey, Reward, ToolUse, from_row
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
 from verl_ext.records.problem import id_of, problem_of
@@ -33,8 +34,6 @@ from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, problem_text, v
 from verl_ext.runs import jsonl
 
 logger = logging.getLogger(__name__)
-
-COPIED_COUNTS = ("tool_calls", "tool_errors", "tool_timeouts", "model_turns", "truncated")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class RewardOptions:
 class RetoolRewardManager(RewardManagerBase):
     """+1/-1 on the answer in the model's own tokens, with length penalties, a tool bonus and a control as options.
 
-    A sample that the infrastructure failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer
+    A sample that the infrastructure failed (`finish_reason` "sandbox_failure" or "aborted", or an answer
     that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
     0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason. By these,
     the sampler keeps it out of training (verl_ext/trainer/sampler.py), and the figures of a validation
@@ -153,36 +152,38 @@ class RetoolRewardManager(RewardManagerBase):
         self.num_unverified = 0
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score one rollout for verl, the last one of several outputs. See `score_rollout`."""
+        """Score one rollout for verl, the last one of several outputs. See `score_episode`."""
         item = data[-1:][0]
-        responses = item.batch["responses"]
-        mask = item.batch["attention_mask"]
+        sample, responses, mask = item.non_tensor_batch, item.batch["responses"], item.batch["attention_mask"]
         num_tokens = int(mask[len(mask) - len(responses) :].sum())
-        return await self.score_rollout(responses[:num_tokens].tolist(), item.non_tensor_batch)
+        key = EpisodeKey(str(sample.get("uid", "")), int(sample.get("session_id", 0)))
+        episode = from_row(key, sample.get("tool_extra_fields") or {})
+        episode.row.ids = responses[:num_tokens].tolist()
+        reward = await self.score_episode(episode, sample)
+        return {"reward_score": reward.score, "reward_extra_info": dict(reward.info)}
 
-    async def score_rollout(self, token_ids: list[int], sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Score one rollout. A verifier may take seconds; the event loop keeps running meanwhile.
+    async def score_episode(self, episode: Episode, sample: Mapping[str, Any]) -> Reward:
+        """Score one episode. A verifier may take seconds; the event loop keeps running meanwhile.
 
         Args:
-            token_ids: the response, tool output included.
-            sample: `reward_model.ground_truth`, `data_source`, and the loop's extra fields as `tool_extra_fields`.
+            episode: its last row is scored; without spans, all of the row counts as the model's.
+            sample: `reward_model.ground_truth`, `data_source`.
         Returns:
-            `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, in [0, 1]; 0
-            when unverified), `train_acc` (which the reward was made of), the parts of the reward `reward_base`,
-            `reward_overlong`, `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`,
-            `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of
-            `extra_info`), `problem` (records/problem.py), `finish_reason`, `normalised` as strings, "" for nothing.
+            The reward, with the same names for every sample: `acc` (the truth, in [0, 1]; 0 when unverified),
+            `train_acc` (which the reward was made of), the parts of the reward `reward_base`, `reward_overlong`,
+            `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`, `response_tokens` and the loop's
+            counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of `extra_info`), `problem`
+            (records/problem.py), `finish_reason`, `normalised` as strings, "" for nothing.
         Raises:
             BrokenReward: the row or its verifier is broken; the message names both. The run stops.
             RuntimeError: the verifier could not reach a worker or a server, and did not say "unknown".
         """
-        options, num_tokens = self.options, len(token_ids)
-        extra_fields = sample.get("tool_extra_fields") or {}
-        spans = extra_fields.get("model_spans", [(0, num_tokens)])
-        finish_reason = str(extra_fields.get("finish_reason", ""))
+        options, token_ids, use = self.options, episode.row.ids, episode.use or ToolUse()
+        spans = episode.row.model_spans or [(0, len(token_ids))]
+        finish_reason = str(episode.finish_reason)
 
         response = await asyncio.to_thread(self._decode, token_ids, spans)
-        score = await self._verify(response, sample)
+        score = episode.score or await self._verify(response, sample)
         flags = {
             UNVERIFIED: float(score.is_unverified),
             "sandbox_failure": float(finish_reason == RolloutEnd.SANDBOX_FAILURE),
@@ -199,31 +200,36 @@ class RetoolRewardManager(RewardManagerBase):
         parts = dict.fromkeys(("reward_base", "reward_overlong", "reward_length", "reward_tool_bonus"), 0.0)
         parts["reward_base"] = 2.0 * train_acc - 1.0
         if not infrastructure_failed:
-            parts |= self._shape(num_model_tokens if options.overlong_counts == "model" else num_tokens)
+            parts |= self._shape(num_model_tokens if options.overlong_counts == "model" else len(token_ids))
             if options.tool_bonus and train_acc == 0.0:
-                parts["reward_tool_bonus"] = tool_bonus(torch.tensor([extra_fields.get("tool_calls", 0)])).item()
+                parts["reward_tool_bonus"] = tool_bonus(torch.tensor([use.calls])).item()
         reward = sum(parts.values())
         if options.reward_floor is not None:
             reward = max(reward, options.reward_floor)
-        return {
-            "reward_score": reward,
-            "reward_extra_info": {
-                "acc": acc,
-                "train_acc": train_acc,
-                **parts,
-                **flags,
-                "response_tokens": float(num_model_tokens),
-                **{name: float(extra_fields.get(name, 0.0)) for name in COPIED_COUNTS},
-                "pred": score.pred,
-                "verdict": score.verdict,
-                "method": score.method,
-                "normalised": score.normalised,
-                "data_source": str(sample.get("data_source", "")),
-                "id": id_of(sample),
-                "problem": problem_of(sample),
-                "finish_reason": finish_reason,
-            },
+        counts = {
+            "response_tokens": num_model_tokens,
+            "tool_calls": use.calls,
+            "tool_errors": use.failed,
+            "tool_timeouts": use.errors.get("timeout", 0),
+            "model_turns": len(episode.row.model_spans),
+            "truncated": episode.is_truncated,
         }
+        info = {
+            "acc": acc,
+            "train_acc": train_acc,
+            **parts,
+            **flags,
+            **{name: float(number) for name, number in counts.items()},
+            "pred": score.pred,
+            "verdict": score.verdict,
+            "method": score.method,
+            "normalised": score.normalised,
+            "data_source": str(sample.get("data_source", "")),
+            "id": id_of(sample),
+            "problem": problem_of(sample),
+            "finish_reason": finish_reason,
+        }
+        return Reward(reward, info)
 
     def _decode(self, token_ids: list[int], spans: list[tuple[int, int]]) -> str:
         """Decode what the model itself sampled, without the tools' output, which cannot answer for it."""

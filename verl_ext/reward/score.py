@@ -6,10 +6,9 @@ computer algebra, in a process that can be killed. This module knows nothing of 
 
 import re
 from collections.abc import Set
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
 
+from verl_ext.episode import Score
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths import symbolic
@@ -40,37 +39,6 @@ _CLASHES = [
 ]
 _NOT_NORMALISED = ("guard: length", "unit")  # rules that read an answer as it is written
 _MATHS_WORDS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp"}
-
-
-@dataclass(frozen=True)
-class Score:
-    """What became of one response.
-
-    Attributes:
-        acc: 1.0 right, 0.0 wrong or without an answer, None if it could not be decided. Other verifiers (verifiers/)
-            may give a share of 1.0, with the verdict "partial".
-        pred: the answer as the response gave it; "" without one.
-        verdict: "unknown" is neither right nor wrong: the gold by itself takes more CPU time or memory than a
-            comparison may, or the infrastructure failed. A failure that an answer's own text causes is "wrong".
-        method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
-        normalised: the answer in the spelling that was compared, for logs; "" if the rule has none.
-    """
-
-    acc: float | None
-    pred: str
-    verdict: Literal["correct", "partial", "wrong", "no_answer", "unknown"]
-    method: str
-    normalised: str = field(default="", compare=False)
-
-    @classmethod
-    def graded(cls, acc: float, pred: str, method: str, normalised: str = "") -> "Score":
-        """Return a score with the verdict that belongs to `acc`."""
-        verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
-        return cls(acc, pred, verdict, method, normalised)
-
-    @property
-    def is_unverified(self) -> bool:
-        return self.verdict == UNVERIFIED_VERDICT
 
 
 def score_answer(

@@ -20,14 +20,18 @@ from typing import Any
 from uuid import uuid4
 
 from cachetools import LRUCache
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, ToolListWrap
 
-from verl_ext.environments.toolbox import CallResult, Toolbox
-from verl_ext.outcome import RolloutEnd
+from verl_ext.environments.base import Environment, Opening
+from verl_ext.environments.tool_errors import ToolUnavailable
+from verl_ext.environments.toolbox import Toolbox
+from verl_ext.episode import CallResult, Episode, EpisodeKey, Turn, TurnCall
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.protocols.base import (
     ERROR_TOKENS,
     TEMPLATE_ERRORS,
     Call,
+    ChatReply,
     MalformedCall,
     SegmentEncoder,
     checked_kwargs,
@@ -36,11 +40,13 @@ from verl_ext.protocols.base import (
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.protocols.thinking import THINK_STOP
+from verl_ext.rollout.client import TURN, TurnRequests
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.response import Rollout
+from verl_ext.rollout.rows import to_outputs
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.stops import Stops
-from verl_ext.rollout.weight_versions import joined, noted_attempts, spans_of
+from verl_ext.rollout.weight_versions import joined, spans_of
 from verl_ext.settings import Retool
 from verl_ext.settings.checks import check
 
@@ -51,6 +57,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 FAILED_STOPS = ("aborted", "abort", "error")
 _FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
 RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is retried; each pause is longer by this much
+CLOSE_S = 30.0  # for an environment to let go of what it holds
 _CUT_STEP = 8  # tokens; if a reply does not fit, this many more than the excess are cut from each output
 
 
@@ -99,6 +106,7 @@ class RetoolAgentLoop(AgentLoopBase):
             repair_json=settings.repair_json,
         )
         self._encoder, self._stops = SegmentEncoder(self.tokenizer), Stops(self.protocol, self.tokenizer)
+        self._users = ChatReply(self.tokenizer, "user", self.apply_chat_template_kwargs)
         can_call_tools = isinstance(self.protocol, HermesProtocol)
         self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
         self.end_ids = set(self.tokenizer.all_special_ids)
@@ -113,48 +121,90 @@ class RetoolAgentLoop(AgentLoopBase):
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
         self._is_repeatable = settings.get("repeatable", False)
 
-    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
-        """Roll out one sample; see `AgentLoopBase.run`.
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
+        """Roll out one sample for verl's own workers; see `AgentLoopBase.run`."""
+        return to_outputs(await self.roll_out(sampling_params, priority, **kwargs))
+
+    async def roll_out(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Episode:
+        """Roll out one sample.
 
         Args:
-            kwargs: columns of the data set. The loop reads `raw_prompt`, `uid`, `tools_kwargs`, and
+            kwargs: columns of the data set. The loop reads `raw_prompt`, `uid`, `session_id`, `tools_kwargs`, and
                 `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all). In
                 validation the worker adds `call_retries` (`_run_call`).
-        Returns:
-            `extra_fields` holds `finish_reason` (of `RolloutEnd`), `model_spans` (the [start, end) pairs of response
-            tokens that the model sampled), the counts that the reward manager logs, `tool_use` (see there), and
-            `trajectory` if it is recorded.
         Raises:
             ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
         """
-        schemas = self.tools.select((kwargs.get("extra_info") or {}).get("tool_selection"))
-        prompt_ids = await self._encode_prompt(
-            kwargs["uid"], list(kwargs["raw_prompt"]), self.protocol.schemas(schemas)
-        )
-        rollout = Rollout(limit=self.response_length, stop=self.protocol.stop)
+        environment = self.tools.environment()
+        try:
+            return await self._run_in(environment, sampling_params, priority, kwargs)
+        finally:
+            await self._close(environment)
+
+    async def _run_in(
+        self, environment: Environment, sampling_params: dict[str, Any], priority: int, task: Mapping[str, Any]
+    ) -> Episode:
+        key, failure = EpisodeKey(task["uid"], task["session_id"]), None
+        try:
+            opening = await environment.open(task)
+        except ToolUnavailable as error:
+            opening, failure = Opening(list(task["raw_prompt"]), {}), str(error)
+        tools = opening.tools
+        prompt_ids = await self._encode_prompt(key.uid, opening.messages, self.protocol.schemas(tools))
+        rollout = Rollout(key, prompt_ids, limit=self.response_length, stop=self.protocol.stop)
+        if failure:
+            logger.warning("an environment could not be opened: %s", failure)
+            rollout.episode.exception = failure
+            return self._ended(rollout, RolloutEnd.SANDBOX_FAILURE, sampling_params)
         request_id = uuid4().hex
         reason = None
         while reason is None:
             params = sampling_params | {"output_kind": self._output_kind} | self._stops.params(rollout.stop)
             if self._is_repeatable:  # a separate seed per request, so neither their order nor their batch matters
-                params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], rollout.requests)
-            text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
+                params["seed"] = seed_of(self._seeds["rollout"], key.uid, key.session, rollout.requests)
+            text, ended, aborted = await self._model_turn(rollout, params, request_id, priority)
             if rollout.is_turn_open:
                 continue
             thinking = rollout.begins_thinking
-            calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended, thinking=thinking)
+            calls = [] if aborted else self.protocol.parse(text, tools, ended=ended, thinking=thinking)
             if calls:
-                reason = await self._tool_turn(rollout, text, calls, ended, kwargs)
+                retries = task.get("call_retries", 0)
+                reason = await self._tool_turn(rollout, environment, text, calls, ended, retries)
             elif aborted:
                 reason = RolloutEnd.ABORTED
+            elif not ended:
+                reason = RolloutEnd.MAX_TOKENS
+            elif (messages := await environment.reply(text)) is None:
+                reason = RolloutEnd.ANSWER
             else:
-                reason = RolloutEnd.ANSWER if ended else RolloutEnd.MAX_TOKENS
+                reason = self._user_turn(rollout, messages)
             is_void = not any(isinstance(call, Call) for call in calls) and "\\boxed{" not in text
             rollout.use.void_turns += is_void and not aborted
-        return self._output(prompt_ids, rollout, reason, sampling_params)
+        episode = self._ended(rollout, reason, sampling_params)
+        if reason not in INFRASTRUCTURE_FAILURES:
+            episode.score = await environment.score(episode)
+        return episode
+
+    async def _close(self, environment: Environment) -> None:
+        """Close an environment, also if the episode was cancelled; what it cannot let go of in time is logged."""
+        try:
+            await asyncio.wait_for(asyncio.shield(environment.close()), CLOSE_S)
+        except TimeoutError:
+            logger.warning("An environment was not closed in %g s.", CLOSE_S)
+
+    def _user_turn(self, rollout: Rollout, messages: list[dict[str, Any]]) -> RolloutEnd | None:
+        """Append what the environment says to a turn without a call; return why the rollout ends here, or None."""
+        if roles := {message["role"] for message in messages} - {"user"}:
+            raise ValueError(f"An environment replied as {', '.join(sorted(roles))}; expected messages of the user.")
+        reply = self._users.render([_encodable(message["content"]) for message in messages])
+        ids = self._encoder.encode(reply)
+        if len(ids) >= rollout.room:
+            return RolloutEnd.MAX_TOKENS
+        rollout.add_reply(ids, "".join(reply))
+        return None
 
     async def _model_turn(
-        self, rollout: Rollout, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
+        self, rollout: Rollout, params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
         """Let the model write up to a stop, an end token or the budget's end; `rollout.is_turn_open` says whether the
         turn continues from there.
@@ -163,21 +213,21 @@ class RetoolAgentLoop(AgentLoopBase):
             The turn's text, whether it ended by an end token, and whether it was aborted.
         """
         started, started_s = time.perf_counter(), time.time()
-        before = prompt_ids + rollout.ids
-        with noted_attempts() as attempts:
-            output = await self.server_manager.generate(
-                request_id=request_id,
-                prompt_ids=before,
-                sampling_params=dict(params, max_tokens=rollout.room),
-                priority=priority,
-            )
+        row, episode = rollout.row, rollout.episode
+        before = row.prompt_ids + row.ids
+        output = await self.server_manager.generate(
+            request_id=request_id,
+            prompt_ids=before,
+            sampling_params=dict(params, max_tokens=rollout.room),
+            priority=priority,
+        )
         seconds = time.perf_counter() - started
         rollout.use.generate_s += seconds
         rollout.requests += 1
         start = rollout.turn_start
         if not rollout.is_turn_open:
             rollout.begins_thinking = self._stops.begins_thinking(before)
-        thinking, so_far = rollout.begins_thinking, rollout.ids[start:]
+        thinking, so_far = rollout.begins_thinking, row.ids[start:]
         ids = list(output.token_ids)
         log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
         aborted = output.stop_reason in FAILED_STOPS
@@ -185,13 +235,14 @@ class RetoolAgentLoop(AgentLoopBase):
         if not aborted and (kept := self._stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(so_far + ids)
-        told = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # the client is not verl's
-        spans = spans_of(told, len(rollout.ids), len(ids))
-        rollout.version_spans = joined(rollout.version_spans, spans)
-        rollout.from_server = output.extra_fields
-        rollout.lost_servers += attempts.lost
-        note = {"text": text, "tokens": len(so_far) + len(ids), "start": start, "calls": [], "server": attempts.server}
-        rollout.add_to_turn(ids, log_probs, note | {"started_s": started_s, "generate_s": seconds})
+        requests = output.extra_fields.pop(TURN, None)
+        if requests is None:  # of another client
+            requests = TurnRequests(written=[(len(ids), output.extra_fields.get("global_steps"))])
+        row.version_spans = joined(row.version_spans, spans_of(requests.written, len(row.ids), len(ids)))
+        episode.from_server = output.extra_fields
+        episode.lost_servers += requests.lost
+        turn = Turn(text, len(so_far) + len(ids), start, requests.server or None, started_s, seconds)
+        rollout.add_to_turn(ids, log_probs, turn)
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         ended = bool(ids) and ids[-1] in end_ids
         is_over = ended or aborted or not rollout.room
@@ -200,19 +251,25 @@ class RetoolAgentLoop(AgentLoopBase):
         return text, ended, aborted
 
     async def _tool_turn(
-        self, rollout: Rollout, text: str, calls: list[Call | MalformedCall], ended: bool, sample: Mapping[str, Any]
+        self,
+        rollout: Rollout,
+        environment: Environment,
+        text: str,
+        calls: list[Call | MalformedCall],
+        ended: bool,
+        retries: int,
     ) -> RolloutEnd | None:
         """Run the calls of a turn and append what the tools say; return why the rollout ends here, or None."""
-        use, entries = rollout.use, rollout.turns[-1]["calls"]
+        use, noted = rollout.use, rollout.episode.turns[-1].calls
         to_run = [call for call in calls if isinstance(call, Call)]
         for call in calls:
             if isinstance(call, MalformedCall):
-                use.add_malformed(call.kind)
-                entries.append({"malformed": call.kind, "output": str(call)})
+                use.malformed[call.kind] += 1
+                noted.append(TurnCall(None, malformed=call.kind, result=CallResult(str(call))))
             else:
-                entries.append({"tool": call.tool, "arguments": call.arguments})
+                noted.append(TurnCall(call.tool, call.arguments))
         surplus = use.malformed["two_blocks"]  # well formed, but beyond the number that a turn may run
-        if use.malformed.total() - surplus > self.max_malformed_calls:
+        if sum(use.malformed.values()) - surplus > self.max_malformed_calls:
             return RolloutEnd.MALFORMED_LIMIT
         is_last = use.calls + len(to_run) > self.max_tool_calls
         if is_last and not self.run_last_code:
@@ -222,12 +279,11 @@ class RetoolAgentLoop(AgentLoopBase):
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
 
         started, started_s = time.perf_counter(), time.time()
-        settings, retries = sample.get("tools_kwargs") or {}, sample.get("call_retries", 0)
-        ran = await asyncio.gather(*(self._run_call(call, settings, retries) for call in to_run))
+        ran = await asyncio.gather(*(self._run_call(environment, call, retries) for call in to_run))
         use.tool_s += time.perf_counter() - started
         results = [result for result, _ in ran]
-        for entry, (result, seconds) in zip([entry for entry in entries if "tool" in entry], ran, strict=True):
-            entry |= vars(result) | {"started_s": started_s, "queue_s": max(0.0, seconds - result.run_s)}
+        for note, (result, seconds) in zip([note for note in noted if not note.malformed], ran, strict=True):
+            note.result, note.started_s, note.queue_s = result, started_s, max(0.0, seconds - result.run_s)
             use.queue_s += seconds if result.failure else result.queue_s
             use.run_s += result.run_s
         failure = next((result.failure for result in results if result.failure), None)
@@ -235,21 +291,19 @@ class RetoolAgentLoop(AgentLoopBase):
             logger.warning("a tool failed: %s", failure)
             return RolloutEnd.SANDBOX_FAILURE
         if to_run and use.first_call_token is None:
-            start, end = rollout.spans[-1]
+            start, end = rollout.row.model_spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
         remaining, texts, errors = iter(results), [], []
         for call in calls:
             if isinstance(call, MalformedCall):
-                use.pass_malformed()
+                rollout.pass_malformed()
                 texts.append(_encodable(str(call)))
                 errors.append(texts[-1])
                 continue
             result = next(remaining)
-            use.add_call(call, result.error)
+            rollout.count_call(call, result.error)
             texts.append(_encodable(result.output))
             errors.append(_encodable(result.complaint))
-            if result.reward is not None:
-                rollout.tool_rewards.append(result.reward)
         reply, text, was_cut = self._encode_reply(texts, errors, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:
@@ -257,21 +311,21 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.add_reply(reply, text)
         return RolloutEnd.MAX_TURNS if is_last else None
 
-    async def _run_call(self, call: Call, tools_kwargs: Mapping[str, Any], retries: int) -> tuple[CallResult, float]:
+    async def _run_call(self, environment: Environment, call: Call, retries: int) -> tuple[CallResult, float]:
         """Return what the tool said, and after how many seconds; a call that failed because of the infrastructure is
         repeated at most `retries` times.
 
         The response stays as it is: sampling it anew would, with a dead sandbox, favour responses without calls.
         """
         started = time.perf_counter()
-        result = await self.tools.run(call, tools_kwargs)
+        result = await environment.call(call)
         for number in range(1, retries + 1):
             if not result.failure:
                 break
             logger.warning("a tool failed; calling it again (%d of %d): %s", number, retries, result.failure)
             await asyncio.sleep(RETRY_PAUSE_S * number)
             lost_s, attempts = time.perf_counter() - started, result.attempts
-            again = await self.tools.run(call, tools_kwargs)
+            again = await environment.call(call)
             result = replace(again, attempts=attempts + again.attempts, queue_s=again.queue_s + lost_s)
         return result, time.perf_counter() - started
 
@@ -308,49 +362,18 @@ class RetoolAgentLoop(AgentLoopBase):
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template rejects the prompt {uid}, {messages!r:.200}: {error}") from error
 
-    def _output(
-        self, prompt_ids: list[int], rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]
-    ) -> AgentLoopOutput:
-        use, length = rollout.use, len(rollout.ids)
-        if not rollout.ids:  # aborted before its first token; verl's tensors need one, and nothing trains on it
+    def _ended(self, rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]) -> Episode:
+        episode, row = rollout.episode, rollout.row
+        if not row.ids:  # aborted before its first token; verl's tensors need one, and nothing trains on it
             rollout.add_reply([self.tokenizer.eos_token_id])
-        versions = [version for *_, version in rollout.version_spans if version is not None]
-        extra_fields = {
-            **rollout.from_server,
-            "version_spans": rollout.version_spans,
-            "lost_servers": rollout.lost_servers,
-            "min_global_steps": min(versions, default=None),
-            "max_global_steps": max(versions, default=None),
-            "tool_calls": use.calls,
-            "tool_errors": use.errors.total(),
-            "tool_timeouts": use.errors["timeout"],
-            "model_turns": len(rollout.spans),
-            "finish_reason": reason.value,
-            "model_spans": rollout.spans,
-            "response_tokens": sum(rollout.mask),
-            "truncated": float(reason == RolloutEnd.MAX_TOKENS),
-            "tool_use": use.as_dict(),
-            "turn_scores": [],
-            "tool_rewards": rollout.tool_rewards,
-        }
+        if not wants_log_probs(sampling_params):
+            row.log_probs = None
+        episode.finish_reason = reason
         if self.is_recorded:
-            extra_fields["trajectory"] = {
-                "prompt": self._prompt_text(tuple(prompt_ids)),
-                "turns": rollout.turns,
-                "seeds": self._seeds,
-                "sampling": {name: sampling_params.get(name) for name in ("temperature", "top_p", "top_k")},
-            }
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids,
-            response_ids=rollout.ids,
-            response_mask=rollout.mask,
-            response_logprobs=rollout.log_probs if wants_log_probs(sampling_params) else None,
-            multi_modal_data={},
-            # user, model turns, tool turns
-            num_turns=1 + len(rollout.spans) + sum(end < length for _, end in rollout.spans),
-            metrics=AgentLoopMetrics(generate_sequences=use.generate_s, tool_calls=use.tool_s),
-            extra_fields=extra_fields,
-        )
+            episode.prompt = self._prompt_text(tuple(row.prompt_ids))
+            sampling = {name: sampling_params.get(name) for name in ("temperature", "top_p", "top_k")}
+            episode.sampling = {"seeds": self._seeds, **sampling}
+        return episode
 
 
 def _encodable(text: str) -> str:

@@ -1,56 +1,79 @@
-"""What the agent loop (loop.py) keeps of one response while it grows."""
+"""What the agent loop (loop.py) keeps of an episode while its one response grows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl_ext.rollout.tool_use import ToolUse
-from verl_ext.rollout.weight_versions import Span
+from verl_ext.episode import Episode, EpisodeKey, Reply, TokenRow, ToolUse, Turn
+from verl_ext.protocols.base import Call
 
 
 @dataclass
 class Rollout:
-    """The tokens of one response and what became of them. `ids`, `mask` and `log_probs` always have the same length."""
+    """An episode of one row while it grows, and what the next request depends on."""
 
+    key: EpisodeKey
+    prompt_ids: list[int]
     limit: int  # tokens of the response
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each turn of the model
-    use: ToolUse = field(default_factory=ToolUse)
-    turns: list[dict[str, Any]] = field(default_factory=list)  # for the records
-    tool_rewards: list[float] = field(default_factory=list)
-    version_spans: list[Span] = field(default_factory=list)  # see rollout/weight_versions.py
-    lost_servers: list[str] = field(default_factory=list)  # they died during a request, which continued elsewhere
-    from_server: dict[str, Any] = field(default_factory=dict)  # what else the server sent with the newest turn
-    requests: int = 0
     stop: str | None = None  # at which the engine stops the next request
+    requests: int = 0
     is_turn_open: bool = False  # the newest turn continues with the next request
     begins_thinking: bool = False  # the newest turn began within the thinking that prompt or reply opened
+    episode: Episode = field(init=False)
+    _last_failed: bool = False  # the newest call was malformed, or did not end well
+
+    def __post_init__(self) -> None:
+        self.episode = Episode(self.key, rows=[TokenRow(self.prompt_ids)], use=ToolUse())
+
+    @property
+    def row(self) -> TokenRow:
+        return self.episode.row
+
+    @property
+    def use(self) -> ToolUse:
+        return self.episode.use
 
     @property
     def room(self) -> int:
-        return self.limit - len(self.ids)
+        return self.limit - len(self.row.ids)
 
     @property
     def turn_start(self) -> int:
         """Return the index at which the turn that the model's next tokens belong to begins."""
-        return self.spans[-1][0] if self.is_turn_open else len(self.ids)
+        return self.row.model_spans[-1][0] if self.is_turn_open else len(self.row.ids)
 
-    def add_to_turn(self, ids: list[int], log_probs: list[float], note: dict[str, Any]) -> None:
-        """Append what a request brought; `note` is the turn's entry in the records, text and tokens of all of it."""
+    def add_to_turn(self, ids: list[int], log_probs: list[float], turn: Turn) -> None:
+        """Append what a request brought; `turn` has the text and the tokens of all of the turn."""
+        row, turns = self.row, self.episode.turns
         if self.is_turn_open:
-            seconds = self.turns[-1]["generate_s"] + note["generate_s"]
-            self.turns[-1] |= note | {"started_s": self.turns[-1]["started_s"], "generate_s": seconds}
-        else:
-            self.turns.append(note)
-        self.spans[len(self.spans) - self.is_turn_open :] = [(self.turn_start, len(self.ids) + len(ids))]
-        self.ids += ids
-        self.mask += [1] * len(ids)
-        self.log_probs += log_probs
+            before = turns.pop()
+            turn = replace(turn, started_s=before.started_s, generate_s=before.generate_s + turn.generate_s)
+        turns.append(turn)
+        row.model_spans[len(row.model_spans) - self.is_turn_open :] = [(self.turn_start, len(row.ids) + len(ids))]
+        row.ids += ids
+        row.mask += [1] * len(ids)
+        row.log_probs += log_probs
 
     def add_reply(self, ids: list[int], text: str = "") -> None:
-        if self.turns:
-            self.turns[-1]["reply"] = {"text": text, "tokens": len(ids), "start": len(self.ids)}
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.log_probs += [0.0] * len(ids)
+        if self.episode.turns:
+            self.episode.turns[-1].reply = Reply(text, len(ids), len(self.row.ids))
+        self.row.ids += ids
+        self.row.mask += [0] * len(ids)
+        self.row.log_probs += [0.0] * len(ids)
+
+    def count_call(self, call: Call, error: str | None) -> None:
+        """Count one call that was run; `error` is None if it ended well."""
+        use = self.use
+        if error is None:
+            use.ok += 1
+            use.fixed += self._last_failed
+        else:
+            use.errors[error] += 1
+        self._last_failed = error is not None
+        use.json_repairs += call.repaired
+        code: Any = call.arguments.get("code")
+        if isinstance(code, str):
+            use.code_lines += sum(bool(line.strip()) for line in code.splitlines())
+
+    def pass_malformed(self) -> None:
+        """Note that a malformed call comes next in the order of the calls."""
+        self._last_failed = True

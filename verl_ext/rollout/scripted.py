@@ -64,7 +64,7 @@ async def roll_out(
         tools=SimpleNamespace(tools=list(tools)),
         protocol=protocol,
     )
-    loop.tools.sandbox = SimpleNamespace(run=run_code)
-    row = {"uid": "scripted", "raw_prompt": [{"role": "user", "content": question}]}
-    seen = await loop.run({"temperature": 1.0, "logprobs": False}, **row)
-    return seen.prompt_ids + seen.response_ids, [0] * len(seen.prompt_ids) + list(seen.response_mask)
+    loop.tools.interpreter.sandbox = SimpleNamespace(run=run_code)
+    task = {"uid": "scripted", "session_id": 0, "raw_prompt": [{"role": "user", "content": question}]}
+    row = (await loop.roll_out({"temperature": 1.0, "logprobs": False}, **task)).row
+    return row.prompt_ids + row.ids, [0] * len(row.prompt_ids) + row.mask

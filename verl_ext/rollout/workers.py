@@ -10,9 +10,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
-    AgentLoopOutput,
     DictConfigWrap,
     ToolListWrap,
     _agent_loop_registry,
@@ -32,16 +30,16 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from verl_ext.outcome import STOPS_RUN, RolloutEnd, infrastructure_failure
+from verl_ext.episode import Episode, EpisodeKey, Reward
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, STOPS_RUN, RolloutEnd
 from verl_ext.records.recorder import Group, costs_nothing, find, pack
-from verl_ext.records.trajectories import problem_columns, raised_columns, rollout_columns
+from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.reward.numbers import BrokenReward, checked_reward
+from verl_ext.rollout.client import AsyncTurnClient, TurnClient
 from verl_ext.rollout.loop import RETRY_PAUSE_S
-from verl_ext.rollout.weight_versions import note_server
+from verl_ext.rollout.rows import of_outputs, to_outputs
 from verl_ext.settings import FailedSamples
 
 logger = logging.getLogger(__name__)
@@ -63,14 +61,14 @@ class _RunningGroup:
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
-    records: list[Callable[[], dict[str, Any]]] = field(default_factory=list)  # each makes one rollout's columns
+    episodes: list[Episode] = field(default_factory=list)  # in the order of their ends, raised ones as well
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """Instantiates agent loops directly, skips the load balancer if it has nothing to balance, scores rollouts itself,
     and stores a prompt's rollouts together when the last has ended.
 
-    It scores rollouts only if the reward manager has `score_rollout`. Ours does: it runs verifiers outside this
+    It scores rollouts only if the reward manager has `score_episode`. Ours does: it runs verifiers outside this
     process's event loop. Text only: no images, no teacher model.
     """
 
@@ -86,11 +84,11 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
         if self.config.reward.reward_model.enable:
             self._stored_columns.append("raw_prompt")
-            self._score_rollout = None  # verl's reward workers score
+            self._score_episode = None  # verl's reward workers score
         else:
-            self._score_rollout = getattr(load_reward_manager(self.config, self.tokenizer), "score_rollout", None)
+            self._score_episode = getattr(load_reward_manager(self.config, self.tokenizer), "score_episode", None)
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
-            skip_load_balancer(self.llm_client)
+            self.llm_client.keep_server()
         self._recorder = find() if self.config.retool.recorder.enable else None
         self._sending_s = 0.0  # CPU time of the newest message to it, which the next one reports
         self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
@@ -144,26 +142,28 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """
         agent_loop = self._shared_loops.get(agent_name) or self._make_loop(agent_name)
         group, validate, started = running_group, trajectory["validate"], time.time()
+        key = EpisodeKey(sample["uid"], sample["session_id"])
+        episode = None  # if this task is cancelled
         try:
-            outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
-            trajectories = [output.extra_fields.pop("trajectory", {}) for output in outputs]  # the storage gets none
-            self._add_rows(group, outputs, sample)
-            if self._recorder is not None:
-                self._record(group, outputs[-1], trajectories[-1], sample, started)
+            episode = await self._roll_out(agent_loop, sampling_params, validate, key, sample)
+            episode.started_s = started
+            self._add_rows(group, episode, sample)
         except Exception as error:  # whatever it is: it is recorded and passed on to verl
-            if self._recorder is not None:
-                times = {"started_s": started, "ended_s": time.time()}
-                group.records.append(partial(raised_columns, sample["session_id"], error, **times))
+            why = f"{type(error).__name__}: {error}"
+            episode = Episode(key, finish_reason=RolloutEnd.RAISED, exception=why, started_s=started)
             if isinstance(error, BrokenReward):  # before the status of the prompt, by which the trainer looks for it
-                key, cause = f"{sample['uid']}_{sample['session_id']}_0", getattr(error, "cause", error)  # Ray's or it
+                cause = getattr(error, "cause", error)  # Ray's or it
                 tag = {"status": "failure", STOPS_RUN: str(cause)}
-                await tq.async_kv_put(key=key, partition_id="val" if validate else "train", tag=tag)
+                await tq.async_kv_put(key=str(key), partition_id="val" if validate else "train", tag=tag)
             raise
         finally:
+            if self._recorder is not None and episode:
+                episode.ended_s = time.time()
+                group.episodes.append(episode)
             group.running -= 1
             if group.running == 0:
                 self._under_way.discard(group)
-                if group.records:
+                if group.episodes:
                     self._send(group, sample)
             if group.running == 0 and group.keys:  # even if this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
@@ -171,9 +171,14 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 await tq.async_kv_batch_put(keys=group.keys, fields=rows, tags=group.tags, partition_id=partition)
 
     async def _roll_out(
-        self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], validate: bool, sample: dict[str, Any]
-    ) -> list[AgentLoopOutput]:
-        """Return the outputs of one rollout, scored.
+        self,
+        agent_loop: AgentLoopBase,
+        sampling_params: dict[str, Any],
+        validate: bool,
+        key: EpisodeKey,
+        sample: dict[str, Any],
+    ) -> Episode:
+        """Return one episode, scored.
 
         A validation retries what failed because of the infrastructure, at most `retool.validation.retries` times; the
         last try stands. The loop repeats a call of a tool, this method a verification. Only a rollout that was aborted
@@ -182,30 +187,37 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """
         retries = FailedSamples.from_config(self.config).retries if validate else 0
         extra = {"call_retries": retries} if validate else {}
-        outputs: list[AgentLoopOutput] = []
+        episode: Episode | None = None
         for number in itertools.count(1):
             try:
-                if not outputs:
-                    output = await agent_loop.run(sampling_params, **sample, **extra)
-                    outputs = output if isinstance(output, list) else [output]
-                await self._compute_score(outputs, sample)
+                if episode is None:
+                    episode = await self._new_episode(agent_loop, sampling_params, key, sample | extra)
+                await self._score(episode, sample)
             except Exception as error:  # whatever it is: the last try raises it
                 if number > retries or isinstance(error, BrokenReward):
                     raise
                 cause = f"raised {error!r}"
             else:
-                cause = infrastructure_failure(outputs[-1].extra_fields.get("reward_extra_info") or {})
+                cause = episode.end if episode.end in INFRASTRUCTURE_FAILURES else None
                 if cause in (None, RolloutEnd.SANDBOX_FAILURE) or number > retries:
-                    return outputs
+                    return episode
                 if cause == RolloutEnd.UNVERIFIED:
-                    outputs[-1].reward_score = None
+                    episode.reward = None
                 else:
-                    outputs = []
+                    episode = None
             logger.warning(
                 "validation: sample %s of problem %s failed (%s); trying again (%d of %d)",
-                *(sample["session_id"], sample["uid"], cause, number, retries),
+                *(key.session, key.uid, cause, number, retries),
             )
             await asyncio.sleep(RETRY_PAUSE_S * number)
+
+    async def _new_episode(
+        self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], key: EpisodeKey, sample: dict[str, Any]
+    ) -> Episode:
+        if hasattr(agent_loop, "roll_out"):
+            return await agent_loop.roll_out(sampling_params, **sample)
+        output = await agent_loop.run(sampling_params, **sample)
+        return of_outputs(key, output if isinstance(output, list) else [output])
 
     def _make_loop(self, agent_name: str) -> AgentLoopBase:
         if agent_name not in _agent_loop_registry:
@@ -225,20 +237,17 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             self._shared_loops[agent_name] = agent_loop
         return agent_loop
 
-    def _add_rows(self, group: _RunningGroup, outputs: list[AgentLoopOutput], sample: dict[str, Any]) -> None:
+    def _add_rows(self, group: _RunningGroup, episode: Episode, sample: dict[str, Any]) -> None:
         """Do as verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), except that the outputs are already scored, the rows
         wait for their group, and data columns that nothing reads later are left out: the actor would fetch each.
         """
-        for i, output in enumerate(outputs):
-            if outputs[-1].reward_score is not None:
-                output.reward_score = outputs[-1].reward_score
-                output.extra_fields["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
+        for number, output in enumerate(to_outputs(episode)):
             row = output.as_dict() | {name: sample[name] for name in self._stored_columns if name in sample}
             row.pop("multi_modal_data", None)
             row["loss_mask"] = row["response_mask"]
             row["input_ids"] = torch.cat([row["prompts"], row["responses"]])
             row["position_ids"] = torch.arange(len(row["input_ids"]))
-            group.keys.append(f"{sample['uid']}_{sample['session_id']}_{i}")
+            group.keys.append(str(replace(episode.key, row=number)))
             group.rows.append(row)
             group.tags.append(
                 {
@@ -251,19 +260,6 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     "max_global_steps": output.extra_fields.get("max_global_steps"),
                 }
             )
-
-    def _record(
-        self,
-        group: _RunningGroup,
-        final: AgentLoopOutput,
-        trajectory: dict[str, Any],
-        sample: dict[str, Any],
-        started_s: float,
-    ) -> None:
-        """Note the last output of a rollout, whose turns are all in it."""
-        times = {"score_s": final.metrics.compute_score, "started_s": started_s, "ended_s": time.time()}
-        said = (sample["session_id"], trajectory, final.extra_fields)
-        group.records.append(partial(rollout_columns, *said, score=final.reward_score, **times))
 
     def _send(self, group: _RunningGroup, sample: dict[str, Any]) -> None:
         """Send a group to the recorder, together with those that end soon after: a message costs more than a group."""
@@ -280,7 +276,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         for group, sample in ended:
             with costs_nothing("made"):
                 problem = problem_columns(sample, validate=group.validate)
-                packed = pack([problem | make() for make in group.records])
+                packed = pack([problem | to_record(episode) for episode in group.episodes])
                 groups.append(Group(sample["uid"], sample["global_steps"], group.validate, packed))
         with costs_nothing("sent"):
             if groups:
@@ -288,26 +284,24 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 self._recorder.groups.remote(groups, self._sending_s + made - began)
                 self._sending_s = time.thread_time() - made
 
-    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
+    async def _score(self, episode: Episode, sample: dict[str, Any]) -> None:
         """Do as verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker.
 
         If the manager does not say how a rollout ended, it is added: validations would count failed ones as wrong.
         """
-        final = outputs[-1]
-        if self._score_rollout is None or final.reward_score is not None:
-            await super()._compute_score(outputs, kwargs)
-            info = final.extra_fields.get("reward_extra_info")
-            if info is not None and "finish_reason" in final.extra_fields:
-                info.setdefault("finish_reason", final.extra_fields["finish_reason"])
-            final.reward_score = checked_reward(final.reward_score, info, kwargs)
-            return
-        timing: dict[str, float] = {}
-        with simple_timer("compute_score", timing):
-            sample = {**kwargs, "tool_extra_fields": final.extra_fields}
-            result = await self._score_rollout(final.response_ids, sample)
-        final.reward_score = checked_reward(result["reward_score"], result["reward_extra_info"], kwargs)
-        final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
-        final.metrics.compute_score = timing["compute_score"]
+        started = time.perf_counter()
+        reward = episode.reward  # of another project's loop that scores itself
+        if reward is None and self._score_episode is not None:
+            reward = await self._score_episode(episode, sample)
+        elif reward is None or reward.score is None:
+            outputs = to_outputs(episode)
+            await super()._compute_score(outputs, sample)
+            reward = Reward(outputs[-1].reward_score, outputs[-1].extra_fields.get("reward_extra_info") or {})
+        info = dict(reward.info)
+        if info and episode.finish_reason:
+            info.setdefault("finish_reason", str(episode.finish_reason))
+        episode.reward = Reward(checked_reward(reward.score, info, sample), info)
+        episode.score_s += time.perf_counter() - started
 
 
 class LeanAgentLoopManager(AgentLoopManagerTQ):
@@ -359,17 +353,13 @@ def _start_agent_loops(
 
     handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
 
-    async def acquire(request_id: str, **extra: Any) -> tuple[str, Any]:
-        return server_id, handle
-
     async def start() -> None:
         # The client reads its settings for every turn, which is slow from a DictConfig.
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         is_sync = config.trainer.v1.trainer_mode == "sync"
-        client_class = LLMServerClient if is_sync else FullyAsyncLLMServerClient  # as verl's trainers have them
+        client_class = TurnClient if is_sync else AsyncTurnClient
         client = client_class(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
-        client._acquire_server = acquire
-        skip_load_balancer(client)
+        client.keep_server(server_id, handle)
         server.agent_loop_worker = LeanAgentLoopWorker(config, client, None, reward_loop_worker_handles)
 
     _run_in_event_loop(server, start())
@@ -401,18 +391,3 @@ def number_of_slots(config: DictConfig) -> int:
     """Return how many targets the router of a colocated run chooses between: servers, or their data-parallel ranks."""
     is_ring = OmegaConf.select(config, "retool.fleet.routing") == "ring"
     return number_of_replicas(config) * (config.actor_rollout_ref.rollout.data_parallel_size if is_ring else 1)
-
-
-def skip_load_balancer(client: LLMServerClient) -> None:
-    """Make `client` ask for its server once and keep it."""
-    server: list[tuple] = []
-    acquire = client._acquire_server
-
-    async def acquire_once(request_id: str, **extra: Any) -> tuple:
-        if not server:
-            server.append(await acquire(request_id, **extra))
-        note_server(server[0][0])
-        return server[0]
-
-    client._acquire_server = acquire_once
-    client._release_server = lambda server_id, request_id=None: None

@@ -15,7 +15,7 @@ from verl_ext.runs import jsonl
 
 STAGES = "stages.json"  # the quickstart's journal
 FOLDER = "records"  # of the recorder
-SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluate`
+SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluation`
 PARTS = ("sft", "rl")  # kinds of training runs, and their folders in a quickstart
 LOOKED_FOR = (
     "a training run (metrics-*.jsonl, hydra/config.yaml or global_step_<n>), an evaluation (samples.jsonl, or "

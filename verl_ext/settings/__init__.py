@@ -252,9 +252,7 @@ class SftData:
 def compose_run(
     name: str, overrides: Sequence[str] = (), *, folder: Path = CONFIGS, beside: Sequence[Path] = ()
 ) -> "DictConfig":
-    """Compose a run's YAML with Hydra. Old names of files that moved are replaced.
-
-    `objective=NAME` comes after all of the run's own values, as in the launchers.
+    """Compose a run's YAML with Hydra. `objective=NAME` comes after all of the run's own values, as in the launchers.
 
     Args:
         beside: further folders of YAMLs, if the run's is not in configs/.
@@ -264,14 +262,9 @@ def compose_run(
     """
     from hydra import compose, initialize_config_dir
 
-    from verl_ext.moved import rename_files, rename_keys
-
     overrides = [f"+{each}" if each.startswith("objective=") else each for each in overrides]
     with initialize_config_dir(str(folder), version_base=None):
-        config = compose(name, overrides=[search_path(*beside), *overrides])
-    rename_files(config)
-    rename_keys(config)
-    return config
+        return compose(name, overrides=[search_path(*beside), *overrides])
 
 
 def search_path(*beside: Path) -> str:

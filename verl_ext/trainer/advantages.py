@@ -4,7 +4,7 @@ Functions that verl 0.9.1's v1 trainers call are replaced in trainer/ppo/v1/trai
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.episode import EpisodeKey
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
 from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
@@ -86,11 +87,11 @@ def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estim
 
 
 def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, settings: dict) -> Any:
-    """Let only the last output of a session enter a baseline, for every group estimator; `gae` stays verl's.
+    """Let only the last row of an episode enter a baseline, for every group estimator; `gae` stays verl's.
 
-    verl does so only for `grpo` (trainer/ppo/v1/utils.py:167). A copy that fills a group (`DapoReplayBuffer`) is an
-    additional output of its session, and its advantages are those of that session. A group of one gets 0, whereas
-    verl's estimators give it its score.
+    verl does so only for `grpo` (trainer/ppo/v1/utils.py:167). A copy that fills a group (`DapoReplayBuffer`) enters no
+    baseline, and its advantages are those of the original. A group of one gets 0, whereas verl's estimators give it
+    its score.
 
     Estimators of `OF_DIFFERENCES` get the rewards of a group less its first one. The difference of two close numbers is
     exact, but their mean is rounded: for eight rewards of -.9, verl divides the rounding error of the differences by
@@ -101,9 +102,9 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
     verl's token-level estimators (`gae`, `reinforce_plus_plus`, `remax`) would lose it.
 
     Args:
-        verls: verl's function, which has `grpo` and, because it has no groups, `gae`.
-        data: verl's DataProto, one row per response.
-        batch_keys: `{uid}_{session}_{index}` of each row.
+        verls: verl's function, which has `gae`, because that has no groups.
+        data: verl's DataProto.
+        batch_keys: of each row, as verl spells it.
     Raises:
         ValueError: the reward manager's score of a response is not finite; verl's own workers do not check it.
     """
@@ -111,25 +112,22 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
         scores = data.batch["token_level_scores"].sum(-1)
         for row in (~scores.isfinite()).nonzero().flatten().tolist():
             raise ValueError(
-                f"The reward of {batch_keys[row]} (prompt, response, output) is {scores[row]}; expected a finite "
+                f"The reward of {batch_keys[row]} (prompt, response, row) is {scores[row]}; expected a finite "
                 "number. Its group would have no advantages. Correct the reward function, then resume the run."
             )
-    sessions = [key.rpartition("_")[0] for key in batch_keys]
+    keys = [EpisodeKey.parse(key) for key in batch_keys]
     mask, rewards = data.batch["response_mask"].bool(), data.batch["token_level_rewards"]
     moved = torch.where(mask, rewards, 0) + at_last_own(torch.where(mask, 0, rewards).sum(-1), mask)
     data.batch["token_level_rewards"] = torch.where(mask.any(-1, keepdim=True), moved, rewards)  # not of `rollout_rs`
     if adv_estimator == "gae":
         return verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
-    rewards, groups = data.batch["token_level_rewards"], [session.rpartition("_")[0] for session in sessions]
-    members: dict[str, dict[str, float]] = {}  # group -> session -> its reward
-    for group, session, reward in zip(groups, sessions, rewards.sum(-1).tolist(), strict=True):
-        members.setdefault(group, {})[session] = reward
+    rewards, groups = data.batch["token_level_rewards"], [key.uid for key in keys]
+    members: dict[str, dict[EpisodeKey, float]] = {}  # group -> episode -> its reward
+    for key, reward in zip(keys, rewards.sum(-1).tolist(), strict=True):
+        members.setdefault(key.uid, {})[key.original] = reward
     if adv_estimator in OF_DIFFERENCES:
         data.batch["token_level_rewards"] = _differences(rewards, groups)
-    if adv_estimator == "grpo":
-        data = verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
-    else:
-        data = _of_last_outputs(data, batch_keys, sessions, adv_estimator, settings)
+    data = _of_last_rows(data, keys, adv_estimator, settings)
     data.batch["token_level_rewards"] = rewards
     is_gpg = adv_estimator == "gpg"  # it counts rewards of 0, so it cannot take differences
     without = {group for group, own in members.items() if len(own) == 1 or (is_gpg and len({*own.values()}) == 1)}
@@ -147,31 +145,25 @@ def _differences(rewards: Tensor, groups: Sequence[str]) -> Tensor:
     return result
 
 
-def _of_last_outputs(
-    data: Any, batch_keys: Sequence[str], sessions: Sequence[str], estimator: str, settings: dict
-) -> Any:
+def _of_last_rows(data: Any, keys: Sequence[EpisodeKey], estimator: str, settings: dict) -> Any:
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
     if estimator in OF_TOKENS:
-        data.batch["sum_pi_squared"] = _sum_pi_squared(batch_keys, data.batch["response_mask"].shape[-1])
-    last: dict[str, int] = {}  # session -> row of its last output
-    for row, (key, session) in enumerate(zip(batch_keys, sessions, strict=True)):
-        if session not in last or _index(key) > _index(batch_keys[last[session]]):
-            last[session] = row
-    place = {session: i for i, session in enumerate(last)}
+        data.batch["sum_pi_squared"] = _sum_pi_squared([*map(str, keys)], data.batch["response_mask"].shape[-1])
+    last: dict[EpisodeKey, int] = {}  # episode -> its last row in the data; of an original, not of its copies
+    for row, key in enumerate(keys):
+        if not key.copy and (key.original not in last or key.row > keys[last[key.original]].row):
+            last[key.original] = row
+    place = {episode: i for i, episode in enumerate(last)}
     chosen = _estimate(compute_advantage, data.select_idxs([*last.values()]), estimator, settings)
-    source = torch.tensor([place[session] for session in sessions])
+    source = torch.tensor([place[key.original] for key in keys])
     mask, of_last = data.batch["response_mask"].bool(), chosen.batch["response_mask"].bool()[source]
     is_same = (mask == of_last).all(-1, keepdim=True)
     for name in ("advantages", "returns"):
         found = chosen.batch[name][source]
-        first = found.gather(-1, of_last.int().argmax(-1, keepdim=True))  # another output of it: one number, as verl
+        first = found.gather(-1, of_last.int().argmax(-1, keepdim=True))  # another row of it: one number, as verl
         data.batch[name] = torch.where(is_same, found, first * mask)
     return data
-
-
-def _index(key: str) -> int:
-    return int(key.rpartition("_")[2])
 
 
 def _estimate(verls: Any, data: Any, estimator: str, settings: dict) -> Any:
@@ -202,36 +194,41 @@ def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
     return torch.nested.to_padded_tensor(data["sum_pi_squared"], 0.0, (len(keys), width))
 
 
-def scale(batch: KVBatchMeta, *, mode: str, unit: str, updates: int, without: Sequence[bool]) -> dict[str, float]:
-    """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true.
+def scale(
+    batch: KVBatchMeta, *, mode: str, unit: str, updates: int, trains: Callable[[EpisodeKey], bool]
+) -> dict[EpisodeKey, float]:
+    """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 what does not train.
 
-    verl pads a batch, so that ranks and updates get equally many rows, and counts these rows in a mean over responses:
-    there advantages are also multiplied by rows per response. verl's own terms, entropy and KL, keep its count.
+    A mean over responses counts episodes; verl counts rows there: those of verl's padding, by which ranks and updates
+    get equally many, and each of an episode's rows. So advantages are also multiplied by rows per episode. verl's own
+    terms, entropy and KL, keep its count.
 
     Args:
         mode: `actor.loss_agg_mode`.
         updates: mini-batches of the batch.
+        trains: whether a row is in the loss.
     Returns:
-        The factor of each response whose advantages were multiplied, by its key.
+        The factor of each row whose advantages were multiplied, by its key.
     """
-    padded = len(batch.keys) / len(real_keys(batch)) if mode.startswith("seq-mean") else 1.0
+    keys = [EpisodeKey.parse(key) for key in batch.keys]
+    without = torch.tensor([not trains(key) for key in keys])
     if unit == "mini_batch":
-        factors = torch.where(torch.tensor(list(without)), 0.0, padded)
-        keys = [key for key, factor in zip(batch.keys, factors.tolist(), strict=True) if factor != 1]
-        factors = factors[factors != 1]
-    else:
-        keys = list(batch.keys)
+        episodes = {key.episode for key in real_keys(batch).values()}
+        per_episode = len(keys) / len(episodes) if mode.startswith("seq-mean") else 1.0
+        factors = torch.where(without, 0.0, per_episode)
+        chosen = (factors != 1).nonzero().flatten().tolist()
+        keys, factors = [keys[i] for i in chosen], factors[chosen]
     if not keys:
         return {}
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages", "response_mask"])
-    advantages = data["advantages"]
+    names = [*map(str, keys)]
+    data = tq.kv_batch_get(keys=names, partition_id=batch.partition_id, select_fields=["advantages", "response_mask"])
     if unit != "mini_batch":
         lengths = torch.stack([mask.sum() for mask in data["response_mask"].unbind()])
-        groups = [key.rsplit("_", 2)[0] for key in keys]
-        factors = unit_factors(lengths, groups, unit=unit, updates=updates)
-        factors = torch.where(torch.tensor(list(without)), 0, factors)
+        factors = unit_factors(lengths, [key.uid for key in keys], unit=unit, updates=updates)
+        factors = torch.where(without, 0, factors)
+    advantages = data["advantages"]
     scaled = [row * factor for row, factor in zip(advantages.unbind(), factors.to(advantages.dtype), strict=True)]
-    _put(keys, batch.partition_id, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))
+    _put(names, batch.partition_id, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))
     return dict(zip(keys, factors.tolist(), strict=True))
 
 

@@ -15,10 +15,13 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.workers.utils.padding import response_from_nested
 
+from verl_ext.episode import ToolUse
 from verl_ext.runs.batch_file import RecordedBatch, path_of, write_batch
 from verl_ext.settings import RecordBatches
 from verl_ext.trainer.advantages import keep_sum_pi_squared
-from verl_ext.trainer.queue import real_keys
+from verl_ext.trainer.queue import episodes_of, real_keys
+
+_VERSIONS = ("min_global_steps", "max_global_steps")  # tags of a row: versions of the weights that wrote it
 
 
 class BatchRecorder:
@@ -56,7 +59,7 @@ class BatchRecorder:
         workers.compute_log_prob(batch)
         batch.extra_info = before
         keep_sum_pi_squared(batch)
-        keys = real_keys(batch)
+        keys = [*real_keys(batch)]
         fields = ["log_probs", "response_mask", "sum_pi_squared"]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
         log_prob = response_from_nested(data["log_probs"], data["response_mask"])
@@ -71,14 +74,14 @@ class BatchRecorder:
         updates: int,
     ) -> None:
         """Write what `log_probs` returned before the first and after the last update, and the rest of the batch."""
-        keys = real_keys(batch)
+        keys, tags = real_keys(batch), dict(zip(batch.keys, batch.tags, strict=True))
         fields = ["response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-        rows = sorted({key.rpartition("_")[0]: row for row, key in enumerate(keys)}.values())  # one of each session
-        extras = [getattr(value, "data", value) for value in data["extra_fields"]]
-        extras = [extras[row] for row in rows]
-        uses = [extra.get("tool_use", {"ok": 0, "errors": {}}) for extra in extras]
-        failed = [sum(use["errors"].values()) for use in uses]
+        data = tq.kv_batch_get(keys=[*keys], partition_id=batch.partition_id, select_fields=fields)
+        last = {key.original: (row, key) for row, key in enumerate(keys.values())}  # one row of each episode
+        rows, chosen = zip(*sorted(last.values()), strict=True)
+        columns = [data["extra_fields"][row] for row in rows]
+        episodes = episodes_of([key.original for key in chosen], columns)
+        uses = [episode.use or ToolUse() for episode in episodes]
         masks, scores = data["response_mask"].unbind(), data["rm_scores"].unbind()
 
         def padded(values: Any) -> Tensor:
@@ -92,12 +95,12 @@ class BatchRecorder:
             log_prob=padded(after["log_prob"]),
             sum_pi_squared=padded(before["sum_pi_squared"]),
             scores=torch.stack([scores[row].float().sum() for row in rows]),
-            acc=torch.tensor([float(extra["reward_extra_info"]["acc"]) for extra in extras]),
-            void=torch.tensor([bool(use.get("void_turns")) for use in uses]),
-            calls=torch.tensor([use["ok"] + lost for use, lost in zip(uses, failed, strict=True)]),
-            failed_calls=torch.tensor(failed),
-            groups=[keys[row].split("_")[0] for row in rows],
-            versions=[(extra.get("min_global_steps"), extra.get("max_global_steps")) for extra in extras],
+            acc=torch.tensor([episode.reward.acc for episode in episodes]),
+            void=torch.tensor([bool(use.void_turns) for use in uses]),
+            calls=torch.tensor([use.calls for use in uses]),
+            failed_calls=torch.tensor([use.failed for use in uses]),
+            groups=[key.uid for key in chosen],
+            versions=[tuple(tags[str(key)].get(name) for name in _VERSIONS) for key in chosen],
             updates=updates,
         )
         write_batch(path_of(self._folder, step), recorded, torch.tensor([len(masks[row]) for row in rows]))

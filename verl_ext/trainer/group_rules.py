@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.episode import Episode, EpisodeKey, ToolUse
 from verl_ext.objectives.grpo_roc import keep, penalty
 from verl_ext.outcome import (
     INFRASTRUCTURE_FAILURES,
@@ -15,11 +16,8 @@ from verl_ext.outcome import (
     VOID_TURN,
     PromptEnd,
     RolloutFate,
-    infrastructure_failure,
 )
-from verl_ext.rollout.weight_versions import oldest
 
-Row = tuple[str, Mapping[str, Any], str | None]  # key, `extra_fields` and reason of exclusion of a rollout
 TOO_OLD = "a token from weights older than max_staleness allows"
 
 
@@ -28,11 +26,11 @@ class EndedGroup:
     """The rollouts of one prompt, all ended. `end` is OPEN while the group is useful and waits for a batch."""
 
     end: PromptEnd
-    valid: dict[str, Any]  # key -> value of the filter's metric; None without a filter
-    excluded: dict[str, str]  # key -> why
-    void: list[str]  # keys of valid ones with a void turn, if `void_turn_filter` is `loss`
-    dropped: list[str]  # keys of those that resampling leaves out
-    oldest: dict[str, int | None]  # key -> oldest version of the weights in it
+    valid: dict[EpisodeKey, Any]  # -> value of the filter's metric; None without a filter
+    excluded: dict[EpisodeKey, str]  # -> why
+    void: list[EpisodeKey]  # valid ones with a void turn, if `void_turn_filter` is `loss`
+    dropped: list[EpisodeKey]  # those that resampling leaves out
+    oldest: dict[EpisodeKey, int | None]  # -> oldest version of the weights in it
 
     def is_lost(self) -> bool:
         """Tell whether too few rollouts are left to fill the group with copies of them (the rule of GLM-5)."""
@@ -73,7 +71,7 @@ class EndedGroup:
         """Return `outcome.RolloutFate`, with its reason -> number of rollouts, once `end` is decided."""
         return Counter(self._fate(key) for key in (*self.valid, *self.excluded))
 
-    def _fate(self, key: str) -> str:
+    def _fate(self, key: EpisodeKey) -> str:
         why = self.excluded.get(key)
         if why in INFRASTRUCTURE_FAILURES:
             return f"{RolloutFate.FAILED}/{why}"
@@ -88,19 +86,20 @@ class EndedGroup:
         return f"{RolloutFate.FILTERED}/{why}" if why else RolloutFate.TRAINED
 
 
-def has_void_turn(extra: Mapping[str, Any]) -> bool:
-    """Tell whether a turn of a rollout had neither code nor an answer; `extra` are its `extra_fields`."""
-    return bool(extra.get("tool_use", {}).get("void_turns"))
+def has_void_turn(episode: Episode) -> bool:
+    """Tell whether a turn of an episode had neither code nor an answer."""
+    return bool(episode.use and episode.use.void_turns)
 
 
-def exclusion(extra: Mapping[str, Any], void_turn_filter: bool | str) -> str | None:
-    """Return why a rollout is kept out of baseline and loss, or None."""
-    reason = infrastructure_failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
-    return reason or (VOID_TURN if void_turn_filter is True and has_void_turn(extra) else None)
+def exclusion(episode: Episode, void_turn_filter: bool | str) -> str | None:
+    """Return why an episode is kept out of baseline and loss, or None."""
+    if episode.end in INFRASTRUCTURE_FAILURES:
+        return episode.end
+    return VOID_TURN if void_turn_filter is True and has_void_turn(episode) else None
 
 
 def metric_of(info: Mapping[str, Any], name: str | None) -> Any:
-    """Return the value in a rollout's `reward_extra_info` that dynamic sampling compares; None without a filter.
+    """Return the value in a reward's `info` that dynamic sampling compares; None without a filter.
 
     Raises:
         ValueError: the reward manager gives no such metric.
@@ -116,41 +115,49 @@ def metric_of(info: Mapping[str, Any], name: str | None) -> Any:
     return info[name]
 
 
-def left_out(rows: Sequence[Row], rule: str | None, rng: random.Random) -> list[str]:
-    """Return the keys of half of a group, failed rollouts first; fewer than half of a used group have failed.
+def left_out(
+    episodes: Sequence[Episode], excluded: Mapping[EpisodeKey, str], rule: str | None, rng: random.Random
+) -> list[EpisodeKey]:
+    """Return the keys of half of a group, excluded episodes first; fewer than half of a used group are excluded.
 
     Args:
         rule: `paper` or `code`; None leaves nothing out.
     """
-    valid = [(key, extra) for key, extra, reason in rows if reason is None]
-    if not rule or not valid:  # a group without a valid rollout is replaced
+    valid = [episode for episode in episodes if episode.key not in excluded]
+    if not rule or not valid:  # a group without a valid episode is replaced
         return []
-    right = [extra["reward_extra_info"]["acc"] > 0 for _, extra in valid]
-    uses = [extra.get("tool_use", {"ok": 0, "errors": {}}) for _, extra in valid]  # other loops count no calls
-    failed = [sum(use["errors"].values()) for use in uses]
-    penalties = [penalty(use["ok"] + lost, lost) for use, lost in zip(uses, failed, strict=True)]
-    kept = {valid[i][0] for i in keep(right, penalties, min(len(rows) // 2, len(valid)), rule=rule, rng=rng)}
-    return [key for key, *_ in rows if key not in kept]
+    right = [episode.reward.acc > 0 for episode in valid]
+    uses = [episode.use or ToolUse() for episode in valid]  # other loops count no calls
+    penalties = [penalty(use.calls, use.failed) for use in uses]
+    kept = {valid[i].key for i in keep(right, penalties, min(len(episodes) // 2, len(valid)), rule=rule, rng=rng)}
+    return [episode.key for episode in episodes if episode.key not in kept]
 
 
 def end_group(
-    rows: Sequence[Row], *, metric: str | None, void_turn_filter: bool | str, resample: str | None, rng: random.Random
+    episodes: Sequence[Episode],
+    *,
+    metric: str | None,
+    void_turn_filter: bool | str,
+    resample: str | None,
+    rng: random.Random,
 ) -> EndedGroup:
-    """Decide what becomes of a group by the rules above; `rows` is empty if a rollout raised.
+    """Decide what becomes of a group by the rules above; `episodes` is empty if one raised.
 
     Args:
         metric: see `metric_of`.
         void_turn_filter, resample: settings of the sampler.
     """
+    excluded = {each.key: why for each in episodes if (why := exclusion(each, void_turn_filter)) is not None}
+    valid = [each for each in episodes if each.key not in excluded]
     group = EndedGroup(
         end=PromptEnd.OPEN,
-        valid={key: metric_of(extra["reward_extra_info"], metric) for key, extra, reason in rows if reason is None},
-        excluded={key: reason for key, *_, reason in rows if reason is not None},
-        void=[k for k, extra, why in rows if void_turn_filter == "loss" and why is None and has_void_turn(extra)],
-        dropped=left_out(rows, resample, rng),
-        oldest={key: oldest(extra.get("version_spans", ())) for key, extra, _ in rows},
+        valid={each.key: metric_of(each.reward.info, metric) for each in valid},
+        excluded=excluded,
+        void=[each.key for each in valid if void_turn_filter == "loss" and has_void_turn(each)],
+        dropped=left_out(episodes, excluded, resample, rng),
+        oldest={each.key: each.oldest_version() for each in episodes},
     )
     # The policy itself causes void turns: a group lost only to them is used if nothing else is left.
-    by_policy = rows and not any(reason in INFRASTRUCTURE_FAILURES for *_, reason in rows)
+    by_policy = episodes and not any(why in INFRASTRUCTURE_FAILURES for why in excluded.values())
     group.end = group.judge(lost=PromptEnd.VOID if by_policy else PromptEnd.FAILED)
     return group

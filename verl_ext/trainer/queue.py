@@ -1,11 +1,13 @@
 """Calls of trainer and sampler to TransferQueue: prompts in it, ends of responses, copies and removals, the wait."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from verl_ext.episode import Episode, EpisodeKey, from_row
 from verl_ext.outcome import STOPS_RUN
 
 PARTITION = "train"
@@ -20,10 +22,21 @@ def prompts_in_queue() -> set[str]:
     return {key for key, tag in _tags().items() if tag.get("is_prompt")}
 
 
-def real_keys(batch: KVBatchMeta) -> list[str]:
-    """Return the keys without verl's padding, the outputs of a session in their order."""
-    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
+def real_keys(batch: KVBatchMeta) -> dict[str, EpisodeKey]:
+    """Return verl's spelling -> key of a batch's rows without verl's padding, the rows of an episode in their order."""
+    tagged = zip(batch.keys, batch.tags, strict=True)
+    keys = {text: EpisodeKey.parse(text) for text, tag in tagged if not tag.get("is_padding", False)}
+    return dict(sorted(keys.items(), key=lambda item: item[1].row))
+
+
+def episodes_of(keys: Iterable[EpisodeKey], extra_fields: Iterable[Any]) -> list[Episode]:
+    """Return the episodes that rows of the queue belong to, once each.
+
+    Args:
+        extra_fields: verl's column of that name, of each row.
+    """
+    rows = zip(keys, extra_fields, strict=True)
+    return [*{key.episode: from_row(key.episode, getattr(extra, "data", extra)) for key, extra in rows}.values()]
 
 
 def share_cut(batch: KVBatchMeta) -> float | None:
@@ -32,10 +45,9 @@ def share_cut(batch: KVBatchMeta) -> float | None:
     keys = real_keys(batch)
     if not keys:
         return None
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-    extras = [getattr(value, "data", value) for value in data["extra_fields"]]
-    cut = [float(extra["truncated"]) for extra in extras if "truncated" in extra]
-    return sum(cut) / len(cut) if cut else None
+    data = tq.kv_batch_get(keys=[*keys], partition_id=batch.partition_id, select_fields=["extra_fields"])
+    own = [episode for episode in episodes_of(keys.values(), data["extra_fields"]) if episode.use]
+    return sum(episode.is_truncated for episode in own) / len(own) if own else None
 
 
 def clear_leftovers() -> None:
@@ -47,7 +59,7 @@ def clear_leftovers() -> None:
     """
     tags = _tags()
     prompts = {key for key, tag in tags.items() if tag.get("is_prompt")}
-    leftovers = [key for key in tags if key not in prompts and key.split("_")[0] not in prompts]
+    leftovers = [text for text in tags.keys() - prompts if EpisodeKey.parse(text).uid not in prompts]
     leftovers += [key for key, tag in tags.items() if STOPS_RUN in tag and key not in leftovers]
     if leftovers:
         tq.kv_clear(keys=leftovers, partition_id=PARTITION)
@@ -81,30 +93,26 @@ def stop_where_a_rollout_says_so(buffer: Any) -> None:
     buffer._sync_metadata_from_transfer_queue = checked_look
 
 
-def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str, dict]) -> list[str]:
-    """Put each rollout into the queue once more, and into the sampler's snapshot of it; return the keys of the copies.
-
-    A copy is an additional output of its session, `{uid}_{session}_{index}`, after the last one of the session.
-    """
-    last = dict.fromkeys((key.rpartition("_")[0] for key in sources), 0)  # session -> index of its last output
-    for key in snapshot:
-        session, _, index = key.rpartition("_")
-        if session in last:
-            last[session] = max(int(index), last[session])
-    copies = []
-    for key in sources:
-        session = key.rpartition("_")[0]
-        last[session] += 1
-        copies.append(f"{session}_{last[session]}")
-    data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
-    tags = [dict(snapshot[key]) for key in sources]
-    tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
-    snapshot |= dict(zip(copies, tags, strict=True))
+def copy_episodes(
+    partition_id: str, sources: Sequence[EpisodeKey], snapshot: dict[str, dict]
+) -> dict[EpisodeKey, EpisodeKey]:
+    """Put each episode into the queue once more, and into the sampler's snapshot of it; return source -> copy."""
+    copies = {source: replace(source, copy=1) for source in sources}
+    rows = {text: str(replace(copies[key.episode], row=key.row)) for text, key in _rows(snapshot, copies)}
+    data = tq.kv_batch_get(keys=[*rows], partition_id=partition_id)
+    tags = [dict(snapshot[text]) for text in rows]
+    tq.kv_batch_put(keys=[*rows.values()], partition_id=partition_id, fields=data, tags=tags)
+    snapshot |= dict(zip(rows.values(), tags, strict=True))
     return copies
 
 
-def remove(partition_id: str, keys: Sequence[str], snapshot: dict[str, dict]) -> None:
-    """Remove rollouts from the queue and from the sampler's snapshot of it."""
-    tq.kv_clear(keys=keys, partition_id=partition_id)
-    for key in keys:
-        del snapshot[key]
+def remove(partition_id: str, episodes: Collection[EpisodeKey], snapshot: dict[str, dict]) -> None:
+    """Remove episodes from the queue and from the sampler's snapshot of it."""
+    rows = [text for text, _ in _rows(snapshot, episodes)]
+    tq.kv_clear(keys=rows, partition_id=partition_id)
+    for text in rows:
+        del snapshot[text]
+
+
+def _rows(snapshot: Iterable[str], episodes: Collection[EpisodeKey]) -> list[tuple[str, EpisodeKey]]:
+    return [(text, key) for text in snapshot if (key := EpisodeKey.parse(text)).episode in episodes]

@@ -16,6 +16,7 @@ from uuid import UUID
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.episode import EpisodeKey
 from verl_ext.rollout.tool_use import TIME_METRICS
 
 _NEEDED = {
@@ -85,17 +86,11 @@ class CompletedRounds:
             self._wait_for_next_poll("train", time.time())  # which may raise: the process of a rollout is gone
             super()._sync_metadata_from_transfer_queue()
         for partition_id, rows in self.partitions.items():
-            self.partitions[partition_id] = dict(sorted(rows.items(), key=lambda row: _place(row[0])))
+            self.partitions[partition_id] = dict(sorted(rows.items(), key=lambda row: EpisodeKey.parse(row[0])))
 
     def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple:
         """Sort the keys first: verl sorts only by step, and so leaves the rest to the order of a set."""
         return super()._select_prompt_uids(partition_id, sorted(sampleable_keys), batch_size)
-
-
-def _place(key: str) -> tuple[str, int, int]:
-    """Return the sort key of a rollout's key, `{uid}_{session}_{index}`, whose numbers sort as numbers."""
-    uid, session, index = key.rsplit("_", 2)
-    return uid, int(session), int(index)
 
 
 def move_measured(metrics: dict[str, Any]) -> None:

@@ -21,11 +21,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.episode import EpisodeKey
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import recorder
 from verl_ext.records.recorder import Fates, costs_nothing
 from verl_ext.settings import RecorderSettings
-from verl_ext.trainer.queue import real_keys
+from verl_ext.trainer.queue import episodes_of, real_keys
+from verl_ext.trainer.selection import Selection
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 if it is not recorded
 STEP_BITS = 32
@@ -58,13 +60,13 @@ class RunRecords:
         self._parts: set[int] = set()  # those of them that are not whole characters
         self._ends: dict[str, PromptEnd] = {}  # of groups that are still in the queue
         self._intervals: list[dict[str, Any]] = []
-        self._advantages: dict[str, float | None] = {}  # of the batch that is taken next
+        self._advantages: dict[EpisodeKey, float | None] = {}  # of the rows of the batch that is taken next
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._taken: dict[str, float | None] = {}
+        self._taken: dict[EpisodeKey, float | None] = {}
         self._fillers: set[str] = set()
-        self._left_out: dict[str, str] = {}
+        self._left_out: dict[EpisodeKey, str] = {}
         self._number, self._cpu_s = 0, 0.0
 
     @costs_nothing("sent")
@@ -96,7 +98,7 @@ class RunRecords:
 
     @costs_nothing("made of a batch")
     def note_advantages(
-        self, notes: Sequence[tuple[Sequence[str], Tensor, Tensor]], factors: Mapping[str, float]
+        self, notes: Sequence[tuple[Sequence[str], Tensor, Tensor]], factors: Mapping[EpisodeKey, float]
     ) -> None:
         """Note the advantage of each response of the batch that is taken next, if all its training tokens share one.
 
@@ -106,7 +108,8 @@ class RunRecords:
                 not part of the advantage, except 0.
         """
         began = time.process_time()
-        keys, advantages, mask = notes[-1]
+        names, advantages, mask = notes[-1]
+        keys = map(EpisodeKey.parse, names)
         is_out = ~mask.bool()
         least = advantages.masked_fill(is_out, torch.inf).amin(-1).tolist()
         most = advantages.masked_fill(is_out, -torch.inf).amax(-1).tolist()
@@ -117,27 +120,23 @@ class RunRecords:
         self._cpu_s += time.process_time() - began
 
     @costs_nothing("made of a batch")
-    def take(
-        self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any, left_out: Mapping[str, str]
-    ) -> None:
+    def take(self, step: int, batch: KVBatchMeta, selection: Selection, tokenizer: Any) -> None:
         """Note, before the update, what is taken with which advantage, report the tokens of a share of the groups, and
         mark these responses for the actor's processes. Its CPU seconds are an upper bound of what the records took:
         they are those of all threads of this process, because TransferQueue works in a separate thread.
 
         Args:
-            fillers: uids of groups in the batch that are not useful.
             tokenizer: gives the text of a token.
-            left_out: key -> why a rollout of the batch's groups is not in the loss.
         """
-        began, keys = time.process_time(), real_keys(batch)
-        sessions = [key.rpartition("_")[0] for key in keys]
-        self._taken |= {session: self._advantages[key] for session, key in zip(sessions, keys, strict=True)}
-        self._fillers |= set(fillers)
-        self._left_out |= {key.rpartition("_")[0]: because for key, because in left_out.items()}
-        groups = sorted(set(map(_uid, keys)), key=lambda uid: hashlib.blake2b(uid.encode()).digest())
+        began, rows = time.process_time(), real_keys(batch)
+        self._taken |= {key.original: self._advantages[key] for key in rows.values()}
+        self._fillers |= selection.fillers
+        self._left_out |= selection.left_out
+        groups = sorted({key.uid for key in rows.values()}, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
-        # The trajectory of a session is that of its last output, and an output that fills a group is a copy of it.
-        chosen = [key for key in dict(zip(sessions, keys, strict=True)).values() if _uid(key) in groups]
+        # An episode is recorded once, by its last row; a copy of it has the same tokens.
+        last = {key.original: text for text, key in rows.items() if key.uid in groups}
+        chosen = [*last.values()]
         if chosen:
             records = {key: (step << STEP_BITS) + self._number + i for i, key in enumerate(chosen)}
             self._number += len(chosen)
@@ -148,7 +147,7 @@ class RunRecords:
                 batch.fields = [*batch.fields, RECORD]
             fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
             data = tq.kv_batch_get(keys=chosen, partition_id=batch.partition_id, select_fields=fields)
-            told = token_columns(records, data)
+            told = token_columns({rows[text]: record for text, record in records.items()}, data)
             new = set(told["id"].tolist()) - self._known
             texts = {each: tokenizer.decode([each]) for each in new}
             self._known |= new
@@ -164,7 +163,7 @@ class RunRecords:
         Another project's sampler reports nothing: what a batch took counts as trained.
         """
         began = time.thread_time()
-        self._ends = {key.rpartition("_")[0]: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(ends)
+        self._ends = {key.uid: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(ends)
         gone = {uid: end for uid, end in self._ends.items() if uid not in waiting}
         self._ends = {uid: end for uid, end in self._ends.items() if uid in waiting}
         fates = Fates(step, gone, self._taken, frozenset(self._fillers), self._left_out)
@@ -186,7 +185,7 @@ class RunRecords:
         recorder.close(self._recorder)
 
 
-def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[str, Any]:
+def token_columns(records: Mapping[EpisodeKey, int], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of `TokenParts.batches` for some rows of verl's queue; a column that it lacks is NaN.
 
     Args:
@@ -200,18 +199,16 @@ def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[s
             return np.full(total, np.nan, np.float32)
         return torch.cat([row.float() for row in data[name].unbind()]).numpy()
 
-    turns, versions = [], np.full(total, -1)
-    for length, end, extra in zip(lengths.tolist(), np.cumsum(lengths).tolist(), data["extra_fields"], strict=True):
-        extra = getattr(extra, "data", extra)
-        turns.append(_turns(length, extra.get("model_spans", ())))
-        for start, stop, version in extra.get("version_spans", ()):
+    turns, versions, episodes = [], np.full(total, -1), episodes_of(records, data["extra_fields"])
+    for length, end, episode in zip(lengths.tolist(), np.cumsum(lengths).tolist(), episodes, strict=True):
+        turns.append(_turns(length, episode.row.model_spans))
+        for start, stop, version in episode.row.version_spans:
             versions[end - length + start : end - length + stop] = -1 if version is None else version
-    names = [key.rsplit("_", 2) for key in records]
     return {
         "record": np.array(list(records.values())),
         "lengths": lengths,
-        "uid": [uid for uid, _, _ in names],
-        "session": [int(session) for _, session, _ in names],
+        "uid": [key.uid for key in records],
+        "session": [key.session for key in records],
         "id": torch.cat(list(data["responses"].unbind())).numpy(),
         "mask": flat("response_mask") > 0,
         "sampled": flat("loss_mask") > 0,
@@ -256,7 +253,3 @@ def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         turns[start:end], at = turn, end
     turns[at:] = turn + 1
     return turns
-
-
-def _uid(key: str) -> str:
-    return key.rsplit("_", 2)[0]

@@ -25,9 +25,9 @@ from verl_ext.fleet.members import Members
 from verl_ext.fleet.modes import getter, in_sentences
 from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
 from verl_ext.ledger.prompts import PromptLedger
-from verl_ext.moved import rename_files, rename_keys
 from verl_ext.outcome import PromptEnd
 from verl_ext.records.problem import problem_of
+from verl_ext.rollout.client import AsyncTurnClient, TurnClient
 from verl_ext.rollout.liveness import AgentLoops
 from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import (
@@ -61,6 +61,7 @@ from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
 from verl_ext.trainer.run_updates import RunUpdates
 from verl_ext.trainer.run_validation import RunValidation
+from verl_ext.trainer.selection import StepEnds
 from verl_ext.trainer.skipped_updates import SkippedUpdates
 from verl_ext.trainer.validation import ValidationPlan
 
@@ -77,8 +78,6 @@ class RunTrainer(RunUpdates, RunValidation):
     """
 
     def __init__(self, config: DictConfig):
-        rename_files(config)  # verl hands the same object on to the agent loops' manager
-        rename_keys(config)
         check_recorder(config)
         check(config.get("retool") or {}, Retool)
         check_objective(config)
@@ -90,6 +89,8 @@ class RunTrainer(RunUpdates, RunValidation):
                 "algorithm.filter_groups.enable is true with metric=null, so no group would be filtered. "
                 "Expected a metric that the reward manager returns, such as acc."
             )
+        from verl_ext.trainer.sampler import DapoReplayBuffer  # not above: verl's import of its samplers imports this
+
         weight_update.install(config)
         balancer.install(config)
         super().__init__(config)
@@ -105,6 +106,7 @@ class RunTrainer(RunUpdates, RunValidation):
         precision = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
         self._skipped = SkippedUpdates(OmegaConf.select(config, precision))
         folder = Path(config.trainer.default_local_dir)
+        self._sampler = self.replay_buffer if isinstance(self.replay_buffer, DapoReplayBuffer) else None
         self._records: RunRecords | None = None
         self._sampling: AdaptiveSampling | None = None
         self._plan: ValidationPlan | None = None
@@ -122,7 +124,7 @@ class RunTrainer(RunUpdates, RunValidation):
         if self._only_validates:
             return
 
-        if hasattr(self.replay_buffer, "take_ended"):  # a sampler of ours
+        if self._sampler:
             reward_model = config.reward.reward_model
             if reward_model.enable and not reward_model.enable_resource_pool:
                 raise ValueError(
@@ -134,7 +136,7 @@ class RunTrainer(RunUpdates, RunValidation):
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
         if adaptive_n:
             self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
-            if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator not in OF_GROUPS:
+            if not self._sampler or config.algorithm.adv_estimator not in OF_GROUPS:
                 raise ValueError(
                     "retool.adaptive_n needs GRPO's baselines and a sampler that reports how groups end; got algorithm."
                     f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "
@@ -147,7 +149,7 @@ class RunTrainer(RunUpdates, RunValidation):
                     "update could consist only of padding. Set actor_rollout_ref.actor.use_dynamic_bsz=true, or "
                     "ppo_mini_batch_size to the size of the train batch."
                 )
-            self.replay_buffer.on_group_end = self._sampling.observe
+            self._sampler.on_group_end = self._sampling.observe
 
         if record := read_settings(config, "record_batches", RecordBatches):
             self._recorder = BatchRecorder(record, config)
@@ -192,7 +194,10 @@ class RunTrainer(RunUpdates, RunValidation):
     def get_llm_client(self) -> LLMServerClient:
         if limits := read_settings(self.config, "fleet.health", HealthSettings):
             return self.standalone_server_manager.get_client(client_cls=FleetClient, limits=limits)
-        return super().get_llm_client()
+        if self.trainer_mode == "separate_async":
+            return self.standalone_server_manager.get_client(client_cls=AsyncTurnClient)
+        client = TurnClient if self.trainer_mode == "sync" else AsyncTurnClient
+        return self.llm_server_manager.get_client(client_cls=client)
 
     def _rollout_server_managers(self) -> list[Any]:
         if self._fleet:
@@ -213,7 +218,7 @@ class RunTrainer(RunUpdates, RunValidation):
         if self._ledger:
             clear_leftovers()
             waited = self._ledger.resume(self.global_steps, prompts_in_queue())
-            self.replay_buffer.seen_before = waited
+            self._sampler.seen_before = waited
         if self._records and not self._only_validates:
             decided = {uid: end for uid, end in waited.items() if end is not PromptEnd.OPEN}
             self._records.resume(self.global_steps, decided)
@@ -238,18 +243,17 @@ class RunTrainer(RunUpdates, RunValidation):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         batch = super().step(metrics, timing_raw)
         make_shares(metrics)
+        ends = self._sampler.take_ends() if self._sampler else StepEnds()
         if self._exclusions:
-            ended = self.replay_buffer.take_ended()
-            metrics.update(self._exclusions.end_step(self.global_steps, ended))
+            metrics.update(self._exclusions.end_step(self.global_steps, ends.ended))
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
-        ends, waiting = self.replay_buffer.take_prompt_ends() if self._ledger else ({}, ())
         if self._ledger:
-            in_queue = len(prompts_in_queue())
-            fates = self.replay_buffer.take_fates()
-            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, fates, ended.lost, ended.raised)
+            in_queue, ended = len(prompts_in_queue()), ends.ended
+            told = (ends.prompts, ends.waiting, in_queue, ends.fates, ended.lost, ended.raised)
+            self._ledger.end_step(self.global_steps, *told)
         if self._records:
-            self._records.end_step(self.global_steps, ends, waiting)
+            self._records.end_step(self.global_steps, ends.prompts, ends.waiting)
         if self._is_repeatable:
             move_measured(metrics)
         self._skipped.end_step(self.global_steps, metrics)
@@ -283,9 +287,9 @@ class RunTrainer(RunUpdates, RunValidation):
 
     def _add_batch_to_generate(self) -> None:
         """Begin a step of the mode `sync` with fewer prompts, by the number of groups that wait for it."""
-        if not getattr(self.replay_buffer, "num_kept", 0):
+        if not self._sampler or not self._sampler.num_kept:
             return super()._add_batch_to_generate()
-        missing = self.replay_buffer.num_to_submit(self.config.data.train_batch_size)
+        missing = self._sampler.num_to_submit(self.config.data.train_batch_size)
         if missing:
             self._add_prompts_to_generate(missing)
 
@@ -293,7 +297,7 @@ class RunTrainer(RunUpdates, RunValidation):
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         configured = [self.config.actor_rollout_ref.rollout.n] * len(batch)
-        numbers, generated = None, getattr(self.replay_buffer, "generated_for_one", 1)
+        numbers, generated = None, self._sampler.generated_for_one if self._sampler else 1
         uids = _column(batch, "uid")
         problems = _problems_of(batch) if self._sampling or self._ledger else []
         if self._sampling:

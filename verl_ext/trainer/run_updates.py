@@ -7,6 +7,7 @@ to trainer/ppo/v1/trainer_base.py of verl 0.9.1.
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -15,6 +16,10 @@ from verl_ext.trainer.adaptive_n import AdaptiveSampling
 from verl_ext.trainer.advantages import keep_sum_pi_squared, noted, scale
 from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.run_records import RunRecords
+from verl_ext.trainer.selection import Selection
+
+if TYPE_CHECKING:
+    from verl_ext.trainer.sampler import DapoReplayBuffer
 
 
 class RunUpdates(PPOTrainer):
@@ -23,6 +28,17 @@ class RunUpdates(PPOTrainer):
     _records: RunRecords | None
     _recorder: BatchRecorder | None
     _sampling: AdaptiveSampling | None
+    _sampler: "DapoReplayBuffer | None"  # `replay_buffer`, if it is ours
+
+    @property
+    def _selection(self) -> Selection:
+        """What the newest batch has of the groups that it took."""
+        return self._sampler.selection if self._sampler else Selection()
+
+    @property
+    def _has_unequal_groups(self) -> bool:
+        """Whether groups differ in their number of rows: by adaptive n, or by episodes of several rows."""
+        return self._sampling is not None or self._selection.has_several_rows
 
     def _span(self, what: str) -> AbstractContextManager:
         """Time an interval of the step's timeline."""
@@ -53,13 +69,10 @@ class RunUpdates(PPOTrainer):
         """
         with noted() as notes:
             batch = super()._compute_advantage(batch, metrics)
-        fillers = getattr(self.replay_buffer, "fillers", ())
-        baseline_only = getattr(self.replay_buffer, "baseline_only", ())
-        without = [key.split("_")[0] in fillers or key in baseline_only for key in batch.keys]
         actor = self.config.actor_rollout_ref.actor
         unit = actor.policy_loss.get("unit", "mini_batch")
         of_mean = {"mode": actor.loss_agg_mode, "unit": unit, "updates": self._updates_per_step()}
-        factors = scale(batch, **of_mean, without=without)
+        factors = scale(batch, **of_mean, trains=self._selection.trains)
         if self._records:
             self._records.note_advantages(notes, factors)
         return batch
@@ -75,7 +88,7 @@ class RunUpdates(PPOTrainer):
         without a token to average over. Micro-batches of a fixed size must be whole (workers/engine/utils.py:125), and
         require a single update (`RunTrainer`).
         """
-        if not self._sampling:
+        if not self._has_unequal_groups:
             return super()._get_required_batch_multiple(dp_size)
         actor = self.config.actor_rollout_ref.actor
         fixed = [] if actor.use_dynamic_bsz else [actor.ppo_micro_batch_size_per_gpu]
@@ -87,9 +100,7 @@ class RunUpdates(PPOTrainer):
         """Update after the records have taken what they need, which the update does not change."""
         if not self._records:
             return self._update_for_lab(batch, metrics)
-        sampler = self.replay_buffer
-        fillers, left_out = getattr(sampler, "fillers", ()), getattr(sampler, "left_out", {})
-        self._records.take(self.global_steps, batch, fillers, self.tokenizer, left_out)
+        self._records.take(self.global_steps, batch, self._selection, self.tokenizer)
         with self._span("update"):
             return self._update_for_lab(batch, metrics)
 
@@ -105,7 +116,7 @@ class RunUpdates(PPOTrainer):
 
     def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Set a mini-batch's size for unequal groups: line 1809 takes ppo_mini_batch_size x rollout.n responses."""
-        if not self._sampling:
+        if not self._has_unequal_groups:
             return super()._update_actor(batch, metrics)
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         configured = actor.ppo_mini_batch_size, rollout.n

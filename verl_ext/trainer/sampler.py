@@ -30,10 +30,12 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
+from verl_ext.episode import Episode, EpisodeKey
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe, stop_if_most_failed
-from verl_ext.trainer.group_rules import EndedGroup, end_group, exclusion
-from verl_ext.trainer.queue import copy_rollouts, remove
+from verl_ext.trainer.group_rules import EndedGroup, end_group
+from verl_ext.trainer.queue import copy_episodes, episodes_of, remove
+from verl_ext.trainer.selection import Selection, StepEnds
 from verl_ext.trainer.step_counts import REPLACEABLE, StepCounts
 
 logger = logging.getLogger(__name__)
@@ -49,14 +51,14 @@ _ORDER = _USEFUL + REPLACEABLE
 class DapoReplayBuffer(ReplayBufferAsync):
     """The sampler that the module's docstring describes.
 
-    A repeated rollout is an additional output of its session, `{uid}_{session}_{index + 1}`. With every group
-    estimator (trainer/advantages.py) it gets the advantage of that session, but does not enter its baseline.
+    A repeated rollout is a copy (`EpisodeKey.copy`). With every group estimator (trainer/advantages.py) it gets the
+    advantage of the original, but does not enter its baseline.
 
     DAPO's rule decides which groups are useful (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the
     number of right answers, 0 < right < G, not on rewards. A group of right answers that differ only in length
     penalties is filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of
     useful groups, and has no fillers. Here a step that has spent its prompts takes equal groups as fillers, and
-    `fillers` names them. The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that no
+    `selection` names them. The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that no
     objective trains on it. The tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's
     tokens belong to fillers, the policy gradient is half of what the useful half would give without them.
 
@@ -80,7 +82,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         kwargs: what verl passes to every sampler.
     Raises:
         ValueError: `max_num_gen_batches` is below 1, another setting has a value that is not allowed, or a key is not
-            in `KEYS`. `sample` also raises it if an agent loop gave several outputs for a rollout.
+            in `KEYS`.
     """
 
     KEYS = frozenset("filter_groups keep_surplus max_staleness poll_interval_s resample void_turn_filter".split())
@@ -130,12 +132,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._spare_limit = math.inf  # groups that may be replaced as EQUAL or VOID before a batch is taken
         self._replaced = 0  # number of groups replaced as EQUAL or VOID
         self._is_spent = False  # whether more such groups have ended than may be replaced
-        self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
-        self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
-        self.left_out: dict[str, str] = {}  # key -> why a rollout of its groups is not in the loss
-        self._ended = Ended()  # since `take_ended`
-        self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
-        self._fates: dict[str, Counter[str]] = {}  # of these prompts' rollouts, since `take_fates`
+        self.selection = Selection()  # of the newest batch
+        # Since `take_ends`:
+        self._ended = Ended()
+        self._prompt_ends: dict[str, PromptEnd] = {}
+        self._fates: dict[str, Counter[str]] = {}  # of these prompts' rollouts
         self.seen_before: dict[str, PromptEnd] = {}  # ends of groups that were counted before the run was resumed
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
@@ -160,7 +161,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        self._counts.fillers = len(self.fillers)
+        self._counts.fillers = len(self.selection.fillers)
         self._of_step += self._counts
         ends = self._counts.ends
         del ends[PromptEnd.OPEN]  # not decided yet, or counted under their final end
@@ -172,22 +173,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._of_step, self._batches = StepCounts(), 0
         return batch, metrics
 
-    def take_ended(self) -> Ended:
-        """Return what ended since the last call, for the trainer's `ExclusionWatch`."""
-        ended, self._ended = self._ended, Ended()
-        return ended
-
-    def take_prompt_ends(self) -> tuple[dict[str, PromptEnd], set[str]]:
-        """Return, for the trainer's ledger, the ends decided since the last call and the ended groups in the queue."""
-        ends, self._prompt_ends = self._prompt_ends, {}
-        return ends, set(self._groups)
-
-    def take_fates(self) -> dict[str, Counter[str]]:
-        """Return, for the trainer's ledger, the fates of the prompts that ended since the last call, by uid:
-        `RolloutFate` with its reason -> number of rollouts. A prompt of which a rollout raised has none.
-        """
-        fates, self._fates = self._fates, {}
-        return fates
+    def take_ends(self) -> StepEnds:
+        """Return what ended since the last call, for the trainer."""
+        ends = StepEnds(self._ended, self._prompt_ends, frozenset(self._groups), self._fates)
+        self._ended, self._prompt_ends, self._fates = Ended(), {}, {}
+        return ends
 
     @property
     def num_kept(self) -> int:
@@ -300,40 +290,37 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._version = global_steps - 1
         raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
-        rows: dict[str, list[tuple[str, dict, str | None]]] = {uid: [] for uid in sorted(ended)}
+        groups: dict[str, list[Episode]] = {uid: [] for uid in sorted(ended)}
         lost: dict[str, Counter[str]] = {uid: Counter() for uid in ended}
         # If a rollout raised, the queue may hold its key without data or tag; tags are set after the data.
         tags = self.partitions[partition_id].items()
-        keys = [key for key, tag in tags if (uid := key.split("_")[0]) in ended and (tag or uid not in raised)]
-        if keys:
-            data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
-            for key, value in zip(keys, data["extra_fields"], strict=True):
-                extra, uid = getattr(value, "data", value), key.split("_")[0]
-                if not key.endswith("_0"):
-                    raise ValueError(
-                        f"An agent loop returned several outputs for one rollout ({key}); expected one, because "
-                        "groups count rollouts. Join them, with response_mask 0 on what the model did not write."
-                    )
-                lost[uid].update(extra.get("lost_servers", ()))
-                if uid not in raised:
-                    rows[uid].append((key, extra, exclusion(extra, self.void_turn_filter)))
-        for uid, group in rows.items():
+        rows = {text: EpisodeKey.parse(text) for text, tag in tags if tag or EpisodeKey.parse(text).uid not in raised}
+        found = {text: key for text, key in rows.items() if key.uid in ended}
+        if found:
+            data = tq.kv_batch_get(keys=[*found], partition_id=partition_id, select_fields=["extra_fields"])
+            episodes = episodes_of(found.values(), data["extra_fields"])
+            for episode in episodes:
+                lost[episode.key.uid].update(episode.lost_servers)
+                if episode.key.uid not in raised:
+                    groups[episode.key.uid].append(episode)
+        for uid, episodes in groups.items():
             self._groups[uid] = end_group(
-                group,
+                episodes,
                 metric=self.filter_metric,
                 void_turn_filter=self.void_turn_filter,
                 resample=self.resample,
                 rng=random.Random(uid),  # the same in a resumed run
             )
-        first_seen = rows.keys() - self.seen_before.keys()
-        for uid in rows.keys() & self.seen_before.keys():
+        first_seen = groups.keys() - self.seen_before.keys()
+        for uid in groups.keys() & self.seen_before.keys():
             if (end := self.seen_before[uid]) is not PromptEnd.OPEN:  # decided, perhaps by its rollouts' age then
                 self._groups[uid].end = end
+        excluded = {uid: dict(self._groups[uid].excluded) for uid in groups}
         if self.max_staleness is not None:
             self._drop_too_old(first_seen)
-        for uid, group in rows.items():
+        for uid, episodes in groups.items():
             if uid in first_seen:
-                self._count_group(uid, group, uid in raised, lost[uid])
+                self._count_group(uid, episodes, excluded[uid], uid in raised, lost[uid])
 
     def _drop_too_old(self, first_seen: set[str]) -> None:
         """Drop the rollouts that are too old from all useful waiting groups; `first_seen` ones are not counted yet."""
@@ -349,21 +336,21 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 self._counts.aged += end is not PromptEnd.STALE
 
     def _count_group(
-        self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool, lost: Counter[str]
+        self, uid: str, episodes: list[Episode], why: dict[EpisodeKey, str], raised: bool, lost: Counter[str]
     ) -> None:
-        """Count a group. `rows`: key, `extra_fields` and exclusion reason of each rollout; empty if one raised."""
+        """Count a group. `episodes` is empty if one raised; `why`: reasons of the excluded, without those too old."""
         end = self._groups[uid].end
         self._counts.ends[end] += 1
         if end is not PromptEnd.OPEN:
             self._note_end(uid)
-        excluded = Counter(reason for *_, reason in rows if reason is not None)
+        excluded = Counter(why.values())
         excluded[RolloutEnd.RAISED] = int(raised)
         for total in (self._counts.seen, self._ended):
-            total += Ended(len(rows), 1, excluded, {uid} if raised else set(), lost)
-        judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
+            total += Ended(len(episodes), 1, excluded, {uid} if raised else set(), lost)
+        judged = [episode for episode in episodes if why.get(episode.key) not in INFRASTRUCTURE_FAILURES]
         self._counts.judged += judged
         if self.on_group_end:
-            self.on_group_end(uid, [extra["reward_extra_info"]["acc"] for extra in judged])
+            self.on_group_end(uid, [episode.reward.acc for episode in judged])
 
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
@@ -387,31 +374,33 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
     ) -> KVBatchMeta:
         if partition_id != "val":
-            useful = self._uids(*_USEFUL) & set(selected_prompt_uids)
-            self.fillers = set(selected_prompt_uids) - useful
-            self._end(useful, PromptEnd.TRAINED)
-            self.baseline_only, self.left_out = set(), {}
-            for uid in selected_prompt_uids:
-                group = self._groups.pop(uid)
-                self.baseline_only |= set(group.void)
-                if uid in useful:  # all rollouts of a filler have advantage 0
-                    self.left_out |= dict.fromkeys(
-                        group.void, "in the baseline of its group, not in the loss: void_turn"
-                    )
-                ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
-                self._counts.ages += ages * (uid in useful)
-                if self.resample:
-                    self.left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")
-                    remove(partition_id, group.dropped, partition_snapshot)
-                elif group.excluded and not group.is_lost():
-                    self._fill(partition_id, group, partition_snapshot)
+            self._select(partition_id, selected_prompt_uids, partition_snapshot)
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
 
-    def _fill(self, partition_id: str, group: EndedGroup, snapshot: dict[str, dict]) -> None:
-        """Replace the excluded rollouts by copies of valid ones, drawn at random."""
-        sources = self._rng.sample(list(group.valid), len(group.excluded))  # more valid than excluded: none twice
-        copies = copy_rollouts(partition_id, sources, snapshot)
-        self.baseline_only |= {copy for copy, source in zip(copies, sources, strict=True) if source in group.void}
-        remove(partition_id, list(group.excluded), snapshot)
-        self.left_out |= {key: f"left out of the batch: {reason}" for key, reason in group.excluded.items()}
-        self._counts.filled += 1
+    def _select(self, partition_id: str, uids: list[str], snapshot: dict[str, dict]) -> None:
+        """Make the groups of a batch whole, in the queue and in the sampler's snapshot of it; note the selection."""
+        useful = self._uids(*_USEFUL) & set(uids)
+        self._end(useful, PromptEnd.TRAINED)
+        baseline_only: set[EpisodeKey] = set()
+        left_out: dict[EpisodeKey, str] = {}
+        for uid in uids:
+            group = self._groups.pop(uid)
+            baseline_only |= set(group.void)
+            if uid in useful:  # all rollouts of a filler have advantage 0
+                left_out |= dict.fromkeys(group.void, "in the baseline of its group, not in the loss: void_turn")
+            ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
+            self._counts.ages += ages * (uid in useful)
+            if self.resample:
+                left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")
+                remove(partition_id, group.dropped, snapshot)
+            elif group.excluded and not group.is_lost():
+                # Copies of valid ones, drawn at random, replace the excluded. More are valid: none is drawn twice.
+                sources = self._rng.sample(list(group.valid), len(group.excluded))
+                copies = copy_episodes(partition_id, sources, snapshot)
+                baseline_only |= {copies[source] for source in sources if source in group.void}
+                remove(partition_id, group.excluded, snapshot)
+                left_out |= {key: f"left out of the batch: {reason}" for key, reason in group.excluded.items()}
+                self._counts.filled += 1
+        taken = (key for key in map(EpisodeKey.parse, snapshot) if key.uid in uids)
+        several = any(key.row for key in taken)
+        self.selection = Selection(frozenset(uids) - useful, frozenset(baseline_only), left_out, several)

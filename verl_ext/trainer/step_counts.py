@@ -5,10 +5,10 @@ The sampler (sampler.py) counts; this module decides nothing.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from verl_ext.episode import Episode
 from verl_ext.outcome import EXCLUSIONS, PromptEnd
 from verl_ext.rollout.tool_use import tool_metrics
 from verl_ext.trainer.exclusions import Ended
@@ -21,7 +21,7 @@ class StepCounts:
     """Training groups and rollouts of one batch or several."""
 
     seen: Ended = field(default_factory=Ended)
-    judged: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of rollouts that were not failed
+    judged: list[Episode] = field(default_factory=list)  # those that no infrastructure failure hit
     ends: Counter = field(default_factory=Counter)  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
     aged: int = 0  # groups that were useful when they ended, but no longer without their oldest rollouts
     dropped_as_stale: int = 0  # rollouts
@@ -58,6 +58,7 @@ class StepCounts:
         A metric without any case is left out, such as `keep_rate` if no group ended.
         """
         failed, keep_rate = float(self.ends[PromptEnd.FAILED]), self.keep_rate()
+        own = [episode for episode in self.judged if episode.use]  # others' loops count nothing
         metrics = {
             "filter_groups/failed": failed,
             "filter_groups/filled_with_equal": float(self.fillers),
@@ -65,7 +66,7 @@ class StepCounts:
             "failure/groups_filled": float(self.filled),
             **{f"failure/{reason}": float(self.seen.excluded[reason]) for reason in EXCLUSIONS},
             "staleness/dropped": float(self.dropped_as_stale),
-            **tool_metrics([rollout for rollout in self.judged if "tool_use" in rollout]),  # not from others' loops
+            **tool_metrics(own),
         }
         if keep_rate is not None:
             metrics["filter_groups/keep_rate"] = keep_rate
@@ -73,8 +74,8 @@ class StepCounts:
             ages = {"mean": np.mean(self.ages), "max": max(self.ages)}
             metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
         if self.judged:
-            metrics["train/acc"] = float(np.mean([rollout["reward_extra_info"]["acc"] for rollout in self.judged]))
-        for name, key in (("truncation_rate", "truncated"), ("model_tokens", "response_tokens")):
-            if values := [rollout[key] for rollout in self.judged if key in rollout]:  # others' loops report none
-                metrics[f"train/{name}"] = float(np.mean(values))
+            metrics["train/acc"] = float(np.mean([episode.reward.acc for episode in self.judged]))
+        if own:
+            metrics["train/truncation_rate"] = float(np.mean([each.is_truncated for each in own]))
+            metrics["train/model_tokens"] = float(np.mean([each.num_model_tokens for each in own]))
         return metrics

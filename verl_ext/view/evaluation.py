@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.evaluation.blocks import BLOCK, ERROR, code_of
-from verl_ext.evaluation.samples import sample_of_dump
+from verl_ext.evaluation.samples import key_of, sample_of_dump
 from verl_ext.outcome import Fault, RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.problem import canonical
@@ -78,13 +78,13 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     row = {name: text_of(value) if isinstance(value, str) else value for name, value in row.items()}
     sample = sample_of_dump(row)
-    uid, session, _ = parts if len(parts := sample.uid.rsplit("_", 2)) == 3 else (sample.uid, "0", "0")
+    key = key_of(sample.uid)
     turns, calls = _turns_and_calls(sample.output, all_ran_well=not sample.tool_errors)
     end = sample.failure if sample.failure and sample.finish_reason not in _FAULTS else sample.finish_reason
     parts_of_reward = {name: value for name, value in row.items() if name.startswith("reward_")}
     return {
-        "uid": uid,
-        "session": int(session) if session.isdecimal() and len(session) < 10 else 0,
+        "uid": key.uid,
+        "session": key.session,
         "validate": True,
         "problem": sample.problem or None,
         "id": sample.id or None,

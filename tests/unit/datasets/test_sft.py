@@ -45,8 +45,8 @@ def test_sft_trains_on_the_very_tokens_of_a_rollout(make_dataset, roll_out, tiny
     rollout, *_ = roll_out(tokenizer, turns, printed, question=trace[0]["content"], response_length=160)
 
     item = make_dataset([trace])[0]
-    assert item["input_ids"].tolist() == rollout.prompt_ids + rollout.response_ids
-    assert item["loss_mask"].tolist() == [0] * len(rollout.prompt_ids) + rollout.response_mask
+    assert item["input_ids"].tolist() == rollout.row.prompt_ids + rollout.row.ids
+    assert item["loss_mask"].tolist() == [0] * len(rollout.row.prompt_ids) + rollout.row.mask
     assert item["position_ids"].tolist() == list(range(len(item["input_ids"])))
 
 
@@ -357,11 +357,11 @@ def test_sft_trains_on_the_very_tokens_of_a_rollout_on_real_traces(
             max_tool_calls=50,
             max_tool_response_tokens=50_000,
         )
-        assert len(rollout.extra_fields["model_spans"]) == len(turns)
-        assert item["input_ids"].tolist() == rollout.prompt_ids + rollout.response_ids
-        assert item["loss_mask"].tolist() == [0] * len(rollout.prompt_ids) + rollout.response_mask
+        assert len(rollout.row.model_spans) == len(turns)
+        assert item["input_ids"].tolist() == rollout.row.prompt_ids + rollout.row.ids
+        assert item["loss_mask"].tolist() == [0] * len(rollout.row.prompt_ids) + rollout.row.mask
         # The tools' turns end where the template ends them (tiny: one turn an answer), not where a tool says so.
-        from_tools = [i for i, m in zip(rollout.response_ids, rollout.response_mask, strict=True) if m == 0]
+        from_tools = [i for i, m in zip(rollout.row.ids, rollout.row.mask, strict=True) if m == 0]
         roles = [message["role"] for message in trace["messages"]]
         turns_of_tools = roles.count("tool") if which == "tiny" else len(turns) - 1
         assert from_tools.count(chosen.eos_token_id) == (turns_of_tools if protocol == "hermes" else 0)

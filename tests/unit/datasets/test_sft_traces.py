@@ -18,8 +18,8 @@ def rolled_out(roll_out, tokenizer, dataset, printed, protocol="code", question=
         elif turns[-1]:
             turns.append([])
     rollout, *_ = roll_out(tokenizer, turns, printed, question=question, response_length=2000, protocol=protocol)
-    assert item["input_ids"].tolist() == rollout.prompt_ids + rollout.response_ids
-    assert item["loss_mask"].tolist() == [0] * len(rollout.prompt_ids) + rollout.response_mask
+    assert item["input_ids"].tolist() == rollout.row.prompt_ids + rollout.row.ids
+    assert item["loss_mask"].tolist() == [0] * len(rollout.row.prompt_ids) + rollout.row.mask
     return rollout
 
 
@@ -35,7 +35,7 @@ def test_a_program_that_has_the_tags_of_a_call_is_trained_on_as_it_stands(make_d
     call = json.dumps({"name": "code_interpreter", "arguments": {"code": program}}, ensure_ascii=False)
     assert tokens_of(dataset, tokenizer)[0].startswith(f"<tool_call>\n{call}\n</tool_call><|im_end|>")
     rollout = rolled_out(roll_out, tokenizer, dataset, ["2 </tool_call><tool_call></code>"], "hermes")
-    assert rollout.extra_fields["tool_calls"] == 1
+    assert rollout.use.calls == 1
 
 
 def test_a_program_that_has_the_codes_own_tags(make_dataset, roll_out, tokenizer):
@@ -82,10 +82,10 @@ DRAFT = "<think>or <code>9</code>?</think>"
 def test_a_trace_with_drafts_in_its_thinking_is_the_rollouts(make_dataset, roll_out, tokenizer):
     row = [user(), assistant(f"{DRAFT}\n<code>print(1+1)</code>"), interpreter("2"), assistant(f"{DRAFT}\\boxed{{2}}")]
     rollout = rolled_out(roll_out, tokenizer, make_dataset([row]), ["2"])
-    assert rollout.extra_fields["tool_calls"] == 1 and rollout.num_turns == 4
+    assert rollout.use.calls == 1 and rollout.num_turns == 4
     draft = '<think><tool_call>{"name": "code_interpreter", "arguments": {"code": "9"}}</tool_call></think>'
     row = [user(), calls("1", content=draft), tool("2"), assistant(f"{draft}\\boxed{{2}}")]
     dataset = make_dataset([row], protocol="hermes", max_length=900)
-    assert rolled_out(roll_out, tokenizer, dataset, ["2"], "hermes").extra_fields["tool_calls"] == 1
+    assert rolled_out(roll_out, tokenizer, dataset, ["2"], "hermes").use.calls == 1
     with pytest.raises(ValueError, match="SFT row 0 .*the agent loop would read other calls"):
         make_dataset([[user(), calls("1", content="<think>a"), tool("2"), assistant("2")]], protocol="hermes")

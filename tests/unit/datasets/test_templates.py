@@ -79,11 +79,11 @@ def test_a_template_that_asks_for_the_day_gets_the_same_in_sft_and_rollout(
     """It reads the clock through transformers: a day later the prompt would be different."""
     other = with_template(lambda template: DATED + template)
     assert render(other, USER, {"date_string": "!"}).startswith(TEMPLATE_DAY.strftime("%d %b %Y") + "!")
-    output, *_ = roll_out(other, [encode("\\boxed{2}") + [other.eos_token_id]])
+    episode, *_ = roll_out(other, [encode("\\boxed{2}") + [other.eos_token_id]])
     row = [*USER, {"role": "assistant", "content": "\\boxed{2}"}]
     item = make_dataset([row], using=other)[0]
-    assert item["input_ids"].tolist() == output.prompt_ids + output.response_ids
-    assert re.match("26 Jul 2024<", other.decode(output.prompt_ids))
+    assert item["input_ids"].tolist() == episode.row.prompt_ids + episode.row.ids
+    assert re.match("26 Jul 2024<", other.decode(episode.row.prompt_ids))
 
 
 def test_a_prompt_that_the_template_refuses_is_named_by_the_rollout(with_template, roll_out):
@@ -125,8 +125,8 @@ def test_a_trace_behind_a_prompt_that_opens_the_thinking_does_not_open_it_again(
         turns += [[]] if own != at and own else []
         turns[-1] += [token] if own else []
         at = own
-    output, *_ = roll_out(opening, turns[1:], ["1"], protocol=protocol, response_length=900)
-    assert ids == output.prompt_ids + output.response_ids and output.extra_fields["tool_calls"] == 1
+    episode, *_ = roll_out(opening, turns[1:], ["1"], protocol=protocol, response_length=900)
+    assert ids == episode.row.prompt_ids + episode.row.ids and episode.use.calls == 1
 
 
 @pytest.mark.parametrize("protocol", ["code", "hermes"])
@@ -264,7 +264,9 @@ def test_rows_that_a_cut_leaves_without_a_token_to_train_on_are_left_out(make_da
     dataset = make_dataset([good, long, long], truncation="right", max_length=prompt)
     assert len(dataset) == 1 and all(item["loss_mask"].any() for item in dataset)
     assert "left out 2 of 3 SFT rows: row 1: has a prompt of" in caplog.text
-    assert dataset.dropped[0][1] == f"has a prompt of {prompt} tokens: data.max_length={prompt} leaves no room to answer"
+    assert (
+        dataset.dropped[0][1] == f"has a prompt of {prompt} tokens: data.max_length={prompt} leaves no room to answer"
+    )
     dataset = make_dataset([good, long], truncation="right", max_length=prompt + 1)
     assert len(dataset) == 2 and dataset.dropped == [] and int(dataset[1]["loss_mask"].sum()) == 1
     with pytest.raises(ValueError, match="None of 1 SFT rows"):

@@ -63,7 +63,7 @@ def fails(error):
 
 @pytest.fixture
 def call(roll_out, tokenizer, monkeypatch):
-    """Roll out one call of a tool that runs `fn`; returns the rollout's fields, its text, and the calls of `fn`."""
+    """Roll out one call of a tool that runs `fn`; returns the episode, its text, and the calls of `fn`."""
     monkeypatch.setattr(toolbox, "TOOL_BACKOFF_S", 0.001)
 
     def call(fn, what="x", make=function_tool, sandbox=None, **more):
@@ -78,17 +78,17 @@ def call(roll_out, tokenizer, monkeypatch):
         ids = [tokenizer.encode(turn, add_special_tokens=False) + [tokenizer.eos_token_id] for turn in turns]
         settings = {"protocol": "hermes", "response_length": 900, "max_tool_response_tokens": 300}
         settings |= {"sandbox": sandbox} if sandbox else {}
-        output, *_ = roll_out(tokenizer, ids, tools=[make(counted)], **settings)
-        return output.extra_fields, tokenizer.decode(output.response_ids), calls
+        episode, *_ = roll_out(tokenizer, ids, tools=[make(counted)], **settings)
+        return episode, tokenizer.decode(episode.row.ids), calls
 
     return call
 
 
 @pytest.mark.parametrize("make", [function_tool, base_tool])
 def test_the_error_that_a_tool_declares_is_told_to_the_model(call, make):
-    fields, text, calls = call(fails(ToolError("there is no city 'Atlantis'")), make=make)
-    assert fields["finish_reason"] == "answer" and len(calls) == 1
-    assert fields["tool_use"]["errors"] == {"ToolError": 1}
+    episode, text, calls = call(fails(ToolError("there is no city 'Atlantis'")), make=make)
+    assert episode.finish_reason == "answer" and len(calls) == 1
+    assert episode.use.errors == {"ToolError": 1}
     assert "<|im_start|>tool\nToolError: there is no city 'Atlantis'<|im_end|>" in text
 
 
@@ -96,12 +96,12 @@ def test_the_error_that_a_tool_declares_is_told_to_the_model(call, make):
 def test_a_tool_that_hangs_holds_no_rollout_and_a_url_of_the_model_makes_it_its_error(call, what, end):
     ended = threading.Event()
     try:
-        fields, _, calls = call(
+        episode, _, calls = call(
             lambda what: str(ended.wait(20)), what, sandbox={"timeout_s": 0.1, "queue_timeout_s": 0.1}
         )
     finally:
         ended.set()
-    assert fields["finish_reason"] == end and len(calls) == 3
+    assert episode.finish_reason == end and len(calls) == 3
 
 
 @pytest.mark.parametrize("make", [function_tool, base_tool])
@@ -161,14 +161,14 @@ def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make,
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_a_connection_is_tried_again_and_then_marks_the_sample(call, error):
-    fields, text, calls = call(fails(error))
-    assert fields["finish_reason"] == "sandbox_failure" and fields["tool_use"]["errors"] == {}
+    episode, text, calls = call(fails(error))
+    assert episode.finish_reason == "sandbox_failure" and episode.use.errors == {}
     assert len(calls) == toolbox.TOOL_ATTEMPTS and "<|im_start|>tool" not in text
 
 
 def test_a_tool_that_says_it_is_unavailable_is_not_tried_again(call):
-    fields, _, calls = call(fails(ToolUnavailable("no answer in 30 s")))
-    assert fields["finish_reason"] == "sandbox_failure" and len(calls) == 1
+    episode, _, calls = call(fails(ToolUnavailable("no answer in 30 s")))
+    assert episode.finish_reason == "sandbox_failure" and len(calls) == 1
 
 
 def test_a_call_that_succeeds_after_all_is_an_ordinary_call(call):
@@ -179,8 +179,8 @@ def test_a_call_that_succeeds_after_all_is_an_ordinary_call(call):
             raise error
         return "7"
 
-    fields, text, calls = call(fn)
-    assert fields["tool_use"]["ok"] == 1 and len(calls) == 3 and "<|im_start|>tool\n7<|im_end|>" in text
+    episode, text, calls = call(fn)
+    assert episode.use.ok == 1 and len(calls) == 3 and "<|im_start|>tool\n7<|im_end|>" in text
 
 
 @pytest.mark.parametrize("make", [function_tool, base_tool])
@@ -208,30 +208,30 @@ def test_a_file_that_the_model_named_and_that_cannot_be_read_is_its_own_error(ca
         name = what if what.endswith(".csv") else f"{what}.csv"
         return (tmp_path / name).read_text()
 
-    fields, text, calls = call(fn, what, make)
-    assert fields["finish_reason"] == "answer" and len(calls) == 1
-    assert sum(fields["tool_use"]["errors"].values()) == 1 and "<|im_start|>tool\n" in text
+    episode, text, calls = call(fn, what, make)
+    assert episode.finish_reason == "answer" and len(calls) == 1
+    assert sum(episode.use.errors.values()) == 1 and "<|im_start|>tool\n" in text
 
 
 def test_a_device_that_the_model_named_and_that_cannot_be_read_is_its_own_error(call):
     def fn(what):
         raise OSError(errno.EIO, "Input/output error", what)
 
-    fields, _, calls = call(fn, "/dev/ttyS0")
-    assert fields["finish_reason"] == "answer" and len(calls) == 1, "exclusion would be for sale"
+    episode, _, calls = call(fn, "/dev/ttyS0")
+    assert episode.finish_reason == "answer" and len(calls) == 1, "exclusion would be for sale"
 
 
 @pytest.mark.parametrize("make", [function_tool, base_tool])
 def test_an_argument_that_the_schema_does_not_have_is_the_models_error(call, make):
-    fields, text, calls = call(lambda what: "7", make=make, colour="red")
-    assert calls == [] and fields["tool_use"]["errors"] == {"ToolError": 1}
+    episode, text, calls = call(lambda what: "7", make=make, colour="red")
+    assert calls == [] and episode.use.errors == {"ToolError": 1}
     assert "ToolError: look_up has no argument 'colour'; it has what" in text
 
 
 def test_a_path_that_cannot_be_encoded_never_reaches_the_tool(call):
     for what in ("a\0b", "a\ud800"):
-        fields, _, calls = call(lambda what: Path(what).read_text(), what)
-        assert calls == [] and fields["tool_use"]["malformed"] == {"bad_json": 1}
+        episode, _, calls = call(lambda what: Path(what).read_text(), what)
+        assert calls == [] and episode.use.malformed == {"bad_json": 1}
 
 
 @pytest.fixture
@@ -276,13 +276,13 @@ def by_urllib(url):
 @pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
 def test_what_a_backend_answers_is_never_the_models_error(call, backend, get):
     url, answer = backend
-    fields, text, _ = call(lambda what: get(url))
-    assert fields["tool_use"]["ok"] == 1 and "<|im_start|>tool\n7<|im_end|>" in text
+    episode, text, _ = call(lambda what: get(url))
+    assert episode.use.ok == 1 and "<|im_start|>tool\n7<|im_end|>" in text
 
     page = {"type": "text/html", "body": b"<html>502 Bad Gateway</html>"}
     answer.update(page, status=502)
-    fields, _, calls = call(lambda what: get(url))
-    assert fields["finish_reason"] == "sandbox_failure" and len(calls) == 3
+    episode, _, calls = call(lambda what: get(url))
+    assert episode.finish_reason == "sandbox_failure" and len(calls) == 3
 
     answer.update(status=404)  # the tool asks for what is not there: only it can know whether the model is to blame
     with pytest.raises(Exception, match="look_up"):
@@ -296,8 +296,8 @@ def test_what_a_backend_answers_is_never_the_models_error(call, backend, get):
 @pytest.mark.parametrize("what", ["", ".", "folder"])
 def test_a_folder_that_the_model_named_for_a_file_is_its_own_error(call, what, tmp_path):
     (tmp_path / "folder").mkdir()
-    fields, *_ = call(lambda what: (tmp_path / what).read_text(), what)
-    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+    episode, *_ = call(lambda what: (tmp_path / what).read_text(), what)
+    assert episode.finish_reason == "answer" and sum(episode.use.errors.values()) == 1
 
 
 @pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
@@ -305,10 +305,10 @@ def test_an_address_that_the_model_named_and_that_does_not_answer_is_its_own_err
     with socket.socket() as bound:  # and not listening: no other server gets its port meanwhile
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        fields, *_ = call(lambda what: get(what), f"{url}/page")
-        assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
-        fields, *_ = call(lambda what: get(url), "what is the weather?")
-        assert fields["finish_reason"] == "sandbox_failure"
+        episode, *_ = call(lambda what: get(what), f"{url}/page")
+        assert episode.finish_reason == "answer" and sum(episode.use.errors.values()) == 1
+        episode, *_ = call(lambda what: get(url), "what is the weather?")
+        assert episode.finish_reason == "sandbox_failure"
 
 
 @pytest.mark.parametrize("status", [404, 403, 429, 500])
@@ -317,8 +317,8 @@ def test_a_page_that_the_model_named_and_that_is_refused_is_its_own_error(call, 
     """Otherwise the address of a missing page would take a whole group out of training: exclusion would be for sale."""
     url, answer = backend
     answer.update(status=status, type="text/html", body=b"<html></html>")
-    fields, *_ = call(lambda what: get(what), f"{url}/no-such-page")
-    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+    episode, *_ = call(lambda what: get(what), f"{url}/no-such-page")
+    assert episode.finish_reason == "answer" and sum(episode.use.errors.values()) == 1
 
 
 def test_aiohttp_names_its_host() -> None:
@@ -362,8 +362,8 @@ def test_a_tool_that_does_not_let_go_keeps_its_answer(call, monkeypatch):
         return tool
 
     monkeypatch.setattr(toolbox, "RELEASE_S", 0.05)
-    fields, text, calls = call(lambda what: "7", make=slow)
-    assert len(calls) == 1 and fields["tool_use"]["ok"] == 1 and "<|im_start|>tool\n7<|im_end|>" in text
+    episode, text, calls = call(lambda what: "7", make=slow)
+    assert len(calls) == 1 and episode.use.ok == 1 and "<|im_start|>tool\n7<|im_end|>" in text
 
 
 def test_the_sandboxs_own_tool_says_whose_error_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Rows and folders as `python -m verl_ext.evaluate` writes them."""
+"""Rows and folders as `python -m verl_ext.evaluation` writes them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line of `python -m verl_ext.evaluate`, and `scripts/merge_and_eval.sh`; no model runs here."""
+"""The command line of `python -m verl_ext.evaluation`, and `scripts/merge_and_eval.sh`; no model runs here."""
 
 import json
 import os
@@ -169,7 +169,8 @@ def test_merge_and_eval_hands_its_arguments_on(tmp_path):
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$PYTHONPATH" "$@"\n')
     python.chmod(0o755)
     done = script("run dir", "--n", "4", "retool.protocol=hermes", PYTHON=str(python), PYTHONPATH="/other")
-    assert done.stdout.splitlines() == ["/", f"{REPO}:/other", "-m", "verl_ext.evaluate", "--checkpoint", "run dir"] + [
+    command = ["-m", "verl_ext.evaluation", "--checkpoint", "run dir"]
+    assert done.stdout.splitlines() == ["/", f"{REPO}:/other", *command] + [
         "--n",
         "4",
         "retool.protocol=hermes",

@@ -93,7 +93,7 @@ def sample(
         sampler = Sampler(config, tokenizer, server, "qwen2")
         await sampler.check_prompts(rows)
         for loop in sampler._loops.values():
-            loop.tools.sandbox = sandbox or FakeSandbox()
+            loop.tools.interpreter.sandbox = sandbox or FakeSandbox()
         store = Store(folder, SETTINGS, {})
         try:
             await sampler.run(make_tasks(rows, n, 0), store, concurrency=concurrency)

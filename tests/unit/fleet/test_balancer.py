@@ -129,11 +129,11 @@ NAMES = ["acquire_server", "release_server", "require_acquire_fields", "require_
 
 
 def client(router, monkeypatch, *names, watched=False):
-    """Return verl's client over servers that raise what `broken` has; `watched`: that of `retool.fleet.health`."""
-    from verl.workers.rollout import llm_server
+    """Return a client over servers that raise what `broken` has; `watched`: that of `retool.fleet.health`."""
     from verl.workers.rollout.replica import TokenOutput
 
     from verl_ext.fleet.client import FleetClient
+    from verl_ext.rollout.client import TurnClient
 
     broken = {}
 
@@ -143,11 +143,7 @@ def client(router, monkeypatch, *names, watched=False):
         return TokenOutput(token_ids=[2], stop_reason="completed")
 
     config = OmegaConf.create({"actor_rollout_ref": run().actor_rollout_ref})
-    made = (
-        FleetClient(config, limits=SimpleNamespace(wait_s=5, attempts=3))
-        if watched
-        else llm_server.LLMServerClient(config)
-    )
+    made = FleetClient(config, limits=SimpleNamespace(wait_s=5, attempts=3)) if watched else TurnClient(config)
     made._load_balancer = Handle(router, *NAMES, *names)
     for of in router._slots.values():
         for slot, name in of.items():

@@ -46,11 +46,10 @@ class Server:
 
 @pytest.fixture
 def ask(cpu_platform, monkeypatch):
-    """Ask for one turn; return (its output, its attempts, the load balancer)."""
+    """Ask for one turn; return (its output, its requests, the load balancer)."""
     from verl.workers.rollout import llm_server, router
 
     from verl_ext.fleet import client as clients
-    from verl_ext.rollout.weight_versions import noted_attempts
 
     sleep = asyncio.sleep
     monkeypatch.setattr(llm_server.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
@@ -64,10 +63,9 @@ def ask(cpu_platform, monkeypatch):
                 load_balancer_handle=Remote(balancer),
                 limits=HealthSettings(**vars(LIMITS) | changes),
             )
-            with noted_attempts() as attempts:
-                output = await client.generate("rollout", prompt_ids=[1], sampling_params={"max_tokens": 8})
+            output = await client.generate("rollout", prompt_ids=[1], sampling_params={"max_tokens": 8})
             await sleep(0.01)  # releases are still being sent
-            return output, attempts, balancer
+            return output, output.extra_fields["turn"], balancer
 
         return asyncio.run(asyncio.wait_for(turn(), 20))
 
@@ -77,9 +75,9 @@ def ask(cpu_platform, monkeypatch):
 def test_a_turn_continues_elsewhere_with_its_tokens_log_probs_and_versions(ask, monkeypatch):
     first, second = Server(3, dies_after=5), Server(4)
     monkeypatch.setattr("random.choice", lambda names: names[0])
-    output, attempts, balancer = ask({"a": first, "b": second})
+    output, turn, balancer = ask({"a": first, "b": second})
     assert output.token_ids == TEXT[:8] and output.log_probs == [-float(each) for each in TEXT[:8]]
-    assert attempts == [(5, 3), (3, 4)] and attempts.lost == ["a"]
+    assert turn.written == [(5, 3), (3, 4)] and turn.lost == ["a"]
     assert first.asked == [([1], 8)] and second.asked == [([1, *TEXT[:5]], 3)]
     assert output.stop_reason in ("completed", "length")
 
@@ -95,8 +93,8 @@ def test_a_dead_server_gets_no_further_request(ask, monkeypatch):
 )
 def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(ask, monkeypatch, error):
     monkeypatch.setattr("random.choice", lambda names: names[0])
-    output, attempts, balancer = ask({"a": Server(3, dies_after=5, loses=error), "b": Server(4)})
-    assert output.token_ids == TEXT[:8] and len(output.log_probs) == 8 and attempts == [(8, 4)]
+    output, turn, balancer = ask({"a": Server(3, dies_after=5, loses=error), "b": Server(4)})
+    assert output.token_ids == TEXT[:8] and len(output.log_probs) == 8 and turn.written == [(8, 4)]
     assert balancer.get_all_servers() == ["b"]
 
 
@@ -118,9 +116,9 @@ class OutOfReach(Server):
 
 def test_a_server_that_cannot_be_reached_for_a_moment_stays_and_the_turn_loses_none(ask):
     server = OutOfReach(5)
-    output, attempts, balancer = ask({"a": server}, attempts=1)
+    output, turn, balancer = ask({"a": server}, attempts=1)
     assert output.token_ids == TEXT[:8] and output.stop_reason in ("completed", "length")
-    assert attempts == [(8, 3)] and attempts.lost == [] and balancer.get_all_servers() == ["a"]
+    assert turn.written == [(8, 3)] and turn.lost == [] and balancer.get_all_servers() == ["a"]
     assert server.asked == [None] * 5 + [([1], 8)] and balancer.get_total_inflight() == 0
 
 
@@ -130,8 +128,8 @@ def test_a_server_that_is_out_of_reach_for_long_is_a_loss(ask, monkeypatch):
     monkeypatch.setattr(clients, "MAX_UNREACHED", 2)
     monkeypatch.setattr("random.choice", lambda names: names[0])
     away = OutOfReach(99)
-    output, attempts, balancer = ask({"a": away, "b": Server(4)})
-    assert output.token_ids == TEXT[:8] and attempts.lost == ["a"] and balancer.get_all_servers() == ["b"]
+    output, turn, balancer = ask({"a": away, "b": Server(4)})
+    assert output.token_ids == TEXT[:8] and turn.lost == ["a"] and balancer.get_all_servers() == ["b"]
     assert len(away.asked) == 3
 
 
@@ -140,10 +138,12 @@ def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask
     from verl_ext.rollout.loop import FAILED_STOPS
 
     servers = {name: Server(3, dies_after=1, loses=loses) for name in "abcd"}
-    output, attempts, balancer = ask(servers)
+    output, turn, balancer = ask(servers)
     assert output.stop_reason in FAILED_STOPS and len(balancer.get_all_servers()) == 1
     kept = 0 if loses else 3
-    assert output.token_ids == TEXT[:kept] and len(output.log_probs) == kept == sum(tokens for tokens, _ in attempts)
+    assert output.token_ids == TEXT[:kept] and len(output.log_probs) == kept == sum(
+        tokens for tokens, _ in turn.written
+    )
 
 
 def test_a_turn_waits_for_a_server_if_none_is_left_and_fails_if_none_comes(ask):
@@ -209,8 +209,8 @@ def test_a_router_that_cannot_be_reached_as_a_server_is_lost_costs_no_turn(ask, 
 
     monkeypatch.setattr(GlobalRequestLoadBalancer, "remove_servers", remove_or_not)
     monkeypatch.setattr("random.choice", lambda names: names[0])
-    output, attempts, balancer = ask({"a": Dying(3, dies_after=5), "b": Server(4)})
-    assert output.token_ids == TEXT[:8] and attempts.lost == ["a"]
+    output, turn, balancer = ask({"a": Dying(3, dies_after=5), "b": Server(4)})
+    assert output.token_ids == TEXT[:8] and turn.lost == ["a"]
     assert balancer.get_all_servers() == (["b"] if times == 2 else ["a", "b"])
     assert calls == [["a"]] * (3 if times == 2 else 20)
 
@@ -233,9 +233,9 @@ def test_a_router_that_is_gone_is_a_failure_of_infrastructure_not_of_servers(ask
 
     monkeypatch.setattr(GlobalRequestLoadBalancer, "acquire_server", acquire_once)
     monkeypatch.setattr(GlobalRequestLoadBalancer, "remove_servers", gone)
-    output, attempts, _ = ask({"a": Server(3, dies_after=5)})
+    output, turn, _ = ask({"a": Server(3, dies_after=5)})
     assert output.stop_reason in FAILED_STOPS
-    assert attempts.lost == (["a"] if dies == "with a server" else [])
+    assert turn.lost == (["a"] if dies == "with a server" else [])
     assert output.token_ids == (TEXT[:5] if dies == "with a server" else [])
 
 
@@ -252,10 +252,10 @@ def test_a_router_that_hangs_does_not_hang_the_turn(ask, monkeypatch, hangs):
 
     monkeypatch.setattr(GlobalRequestLoadBalancer, hangs, hang)
     monkeypatch.setattr(clients, "ROUTER_S", 0.05)
-    output, attempts, _ = ask({"a": Server(3, dies_after=1)}, attempts=2)
+    output, turn, _ = ask({"a": Server(3, dies_after=1)}, attempts=2)
     assert output.stop_reason in FAILED_STOPS
-    assert attempts.lost == ([] if hangs == "acquire_server" else ["a", "a"])
-    assert output.token_ids == TEXT[: len(attempts.lost)]
+    assert turn.lost == ([] if hangs == "acquire_server" else ["a", "a"])
+    assert output.token_ids == TEXT[: len(turn.lost)]
 
 
 def test_an_error_of_another_kind_is_raised(ask):

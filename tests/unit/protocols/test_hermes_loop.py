@@ -11,7 +11,7 @@ from verl_ext.sandbox.client import RunResult
 def test_a_lone_surrogate_is_shown_and_not_raised(roll_out, tokenizer, turn):
     """JSON can spell a character that no text can have, and no tokenizer takes."""
     texts = ['<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', call_text(code="print(1)"), "\\boxed{1}"]
-    output, *_ = roll_out(
+    episode, *_ = roll_out(
         tokenizer,
         [turn(text) for text in texts],
         ["1 \ud800"],
@@ -19,9 +19,9 @@ def test_a_lone_surrogate_is_shown_and_not_raised(roll_out, tokenizer, turn):
         response_length=500,
         max_tool_response_tokens=100,
     )
-    shown = tokenizer.decode(output.response_ids)
+    shown = tokenizer.decode(episode.row.ids)
     assert 'unknown tool "\\ud800"' in shown and reply("1 \\ud800") in shown
-    assert output.extra_fields["finish_reason"] == "answer"
+    assert episode.finish_reason == "answer"
 
 
 class Add:
@@ -66,7 +66,7 @@ def reply(*outputs):
 def test_code_runs_in_the_sandbox_and_further_tools_by_themselves(roll_out, tokenizer, turn, encode):
     tool = Add()
     turns = [turn(call_text(code="print(1+1)") + "\n" + call_text("add", a=1, b=2)), turn("\\boxed{2}")]
-    output, server, sandbox = roll_out(
+    episode, server, sandbox = roll_out(
         tokenizer,
         turns,
         ["2\n"],
@@ -76,22 +76,22 @@ def test_code_runs_in_the_sandbox_and_further_tools_by_themselves(roll_out, toke
         response_length=400,
         prompt={"tools_kwargs": {"add": {"create_kwargs": {"seed": 1}}}},
     )
-    assert output.response_ids == turns[0] + encode(reply("2", "3")) + turns[1]
-    assert output.response_mask == [1] * len(turns[0]) + [0] * len(encode(reply("2", "3"))) + [1] * len(turns[1])
+    assert episode.row.ids == turns[0] + encode(reply("2", "3")) + turns[1]
+    assert episode.row.mask == [1] * len(turns[0]) + [0] * len(encode(reply("2", "3"))) + [1] * len(turns[1])
     assert sandbox.codes == ["print(1+1)"]
     assert tool.log == [
         ("create", {"create_kwargs": {"seed": 1}}),
         ("instance", {"a": 1, "b": 2}),
         ("release", "instance"),
     ]
-    assert output.extra_fields["tool_calls"] == 2 and output.extra_fields["tool_rewards"] == [0.5]
-    assert output.extra_fields["finish_reason"] == "answer"
-    assert "stop" not in server.calls[0] and output.num_turns == 4
+    assert episode.use.calls == 2 and [call.result.reward for call in episode.turns[0].calls] == [None, 0.5]
+    assert episode.finish_reason == "answer"
+    assert "stop" not in server.calls[0] and episode.row.num_turns == 4
 
 
 def test_malformed_calls_are_answered_beside_those_that_ran(roll_out, tokenizer, turn):
     text = call_text(code="print(1+1)") + call_text("sin", x=1)
-    output, *_ = roll_out(
+    episode, *_ = roll_out(
         tokenizer,
         [turn(text), turn("\\boxed{2}")],
         ["2"],
@@ -101,21 +101,21 @@ def test_malformed_calls_are_answered_beside_those_that_ran(roll_out, tokenizer,
         max_tool_response_tokens=100,
     )
     told = 'FormatError: unknown tool "sin"; the tools are code_interpreter'
-    assert reply("2", told) in tokenizer.decode(output.response_ids)
-    assert output.extra_fields["tool_use"]["malformed"] == {"unknown_tool": 1}
-    assert output.extra_fields["tool_calls"] == 1
+    assert reply("2", told) in tokenizer.decode(episode.row.ids)
+    assert episode.use.malformed == {"unknown_tool": 1}
+    assert episode.use.calls == 1
 
 
 def test_calls_beyond_those_that_run_are_answered_and_no_malformed_ones(roll_out, tokenizer, turn):
     """verl silently leaves them out, and the published run continued."""
     turns = [turn(call_text(code="print(1+1)") * 5), turn("\\boxed{2}")]
     settings = {"protocol": "hermes", "response_length": 900, "max_malformed_calls": 0}
-    output, _, sandbox = roll_out(tokenizer, turns, ["2"], **settings)
-    assert len(sandbox.codes) == 1 and output.extra_fields["finish_reason"] == "answer"
-    assert output.extra_fields["tool_use"]["malformed"] == {"two_blocks": 4}
+    episode, _, sandbox = roll_out(tokenizer, turns, ["2"], **settings)
+    assert len(sandbox.codes) == 1 and episode.finish_reason == "answer"
+    assert episode.use.malformed == {"two_blocks": 4}
     bad = [turn(call_text(code="print(1+1)") + call_text("sin", x=1)), turn("\\boxed{2}")]
-    output, *_ = roll_out(tokenizer, bad, ["2"], **settings | {"max_parallel_calls": 2})
-    assert output.extra_fields["finish_reason"] == "malformed_limit"
+    episode, *_ = roll_out(tokenizer, bad, ["2"], **settings | {"max_parallel_calls": 2})
+    assert episode.finish_reason == "malformed_limit"
 
 
 def test_a_sample_may_select_its_tools(roll_out, tokenizer, turn):
@@ -125,10 +125,10 @@ def test_a_sample_may_select_its_tools(roll_out, tokenizer, turn):
         prompt = {"extra_info": {"tool_selection": selection}}
         return roll_out(tokenizer, turns, ["1"], protocol=protocol, tools=[Add()], response_length=400, prompt=prompt)
 
-    output, *_ = roll("hermes", ["add"])
-    assert output.extra_fields["tool_use"]["malformed"] == {"unknown_tool": 1}
-    output, *_ = roll("hermes", [])  # none named: all
-    assert output.extra_fields["tool_use"]["ok"] == 1
+    episode, *_ = roll("hermes", ["add"])
+    assert episode.use.malformed == {"unknown_tool": 1}
+    episode, *_ = roll("hermes", [])  # none named: all
+    assert episode.use.ok == 1
     with pytest.raises(ValueError, match=r"names \['sin'\], but the tools are \['add', 'code_interpreter'\]"):
         roll("hermes", ["sin"])
     with pytest.raises(ValueError, match=r"tool_selection names \['add'\].*only the hermes protocol"):
@@ -143,58 +143,58 @@ WRONG = RunResult("code_error", "", "NameError: x", 1, queue_s=0.0, run_s=0.0, a
 def roll_two(roll_out, tokenizer, turn, results, **settings):
     turns = [turn(TWO_CALLS), turn("\\boxed{2}")]
     settings = {"max_parallel_calls": 2, "response_length": 400} | settings
-    output, _, sandbox = roll_out(tokenizer, turns, results, protocol="hermes", **settings)
-    return output, sandbox
+    episode, _, sandbox = roll_out(tokenizer, turns, results, protocol="hermes", **settings)
+    return episode, sandbox
 
 
 @pytest.mark.parametrize("results", [["1", DOWN], [DOWN, "2"], [WRONG, DOWN]])
 def test_any_of_parallel_calls_that_the_sandbox_fails_ends_the_rollout(roll_out, tokenizer, turn, results):
-    output, sandbox = roll_two(roll_out, tokenizer, turn, results)
-    assert output.extra_fields["finish_reason"] == "sandbox_failure" and len(sandbox.codes) == 2
-    assert output.extra_fields["tool_use"]["errors"] == {} and output.extra_fields["tool_calls"] == 0
-    assert output.response_ids == turn(TWO_CALLS)
+    episode, sandbox = roll_two(roll_out, tokenizer, turn, results)
+    assert episode.finish_reason == "sandbox_failure" and len(sandbox.codes) == 2
+    assert episode.use.errors == {} and episode.use.calls == 0
+    assert episode.row.ids == turn(TWO_CALLS)
 
 
 @pytest.mark.parametrize(
     ("results", "said"), [(["1", WRONG], ("1", "NameError: x")), ([WRONG, "2"], ("NameError: x", "2"))]
 )
 def test_the_error_of_one_of_parallel_calls_is_counted_and_shown_in_its_place(roll_out, tokenizer, turn, results, said):
-    output, _ = roll_two(roll_out, tokenizer, turn, results)
-    assert output.extra_fields["tool_use"]["errors"] == {"NameError": 1}
-    assert output.extra_fields["tool_use"]["ok"] == 1 and output.extra_fields["tool_calls"] == 2
-    assert reply(*said) in tokenizer.decode(output.response_ids)
+    episode, _ = roll_two(roll_out, tokenizer, turn, results)
+    assert episode.use.errors == {"NameError": 1}
+    assert episode.use.ok == 1 and episode.use.calls == 2
+    assert reply(*said) in tokenizer.decode(episode.row.ids)
 
 
 def test_parallel_calls_count_each_against_max_tool_calls(roll_out, tokenizer, turn):
-    output, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=2)
-    assert output.extra_fields["finish_reason"] == "answer" and sandbox.codes == ["print(1)", "print(2)"]
+    episode, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=2)
+    assert episode.finish_reason == "answer" and sandbox.codes == ["print(1)", "print(2)"]
 
-    output, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=1)
-    assert output.extra_fields["finish_reason"] == "max_turns" and sandbox.codes == []
-    assert output.response_ids == turn(TWO_CALLS) and output.extra_fields["tool_calls"] == 0
+    episode, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=1)
+    assert episode.finish_reason == "max_turns" and sandbox.codes == []
+    assert episode.row.ids == turn(TWO_CALLS) and episode.use.calls == 0
 
-    output, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=1, run_last_code=True)
-    assert output.extra_fields["finish_reason"] == "max_turns" and sandbox.codes == ["print(1)", "print(2)"]
-    assert output.extra_fields["tool_calls"] == 2 and output.response_mask[-1] == 0
+    episode, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=1, run_last_code=True)
+    assert episode.finish_reason == "max_turns" and sandbox.codes == ["print(1)", "print(2)"]
+    assert episode.use.calls == 2 and episode.row.mask[-1] == 0
 
     turns = [turn(call_text(code="print(0)")), turn(TWO_CALLS), turn("\\boxed{2}")]
     settings = {"protocol": "hermes", "max_parallel_calls": 2, "response_length": 400}
-    output, _, sandbox = roll_out(tokenizer, turns, ["0", "1", "2"], max_tool_calls=2, **settings)
-    assert output.extra_fields["finish_reason"] == "max_turns" and sandbox.codes == ["print(0)"]
-    output, _, sandbox = roll_out(tokenizer, turns, ["0", "1", "2"], max_tool_calls=3, **settings)
-    assert output.extra_fields["finish_reason"] == "answer" and len(sandbox.codes) == 3
+    episode, _, sandbox = roll_out(tokenizer, turns, ["0", "1", "2"], max_tool_calls=2, **settings)
+    assert episode.finish_reason == "max_turns" and sandbox.codes == ["print(0)"]
+    episode, _, sandbox = roll_out(tokenizer, turns, ["0", "1", "2"], max_tool_calls=3, **settings)
+    assert episode.finish_reason == "answer" and len(sandbox.codes) == 3
 
 
 def test_an_unclosed_call_is_answered_to_the_model(roll_out, tokenizer, turn):
     unclosed = turn('\\boxed{1}, or: <tool_call>\n{"name": "code_interpreter"')
-    output, _, sandbox = roll_out(
+    episode, _, sandbox = roll_out(
         tokenizer, [unclosed, turn("\\boxed{2}")], protocol="hermes", response_length=400, max_tool_response_tokens=100
     )
     told = "FormatError: <tool_call> without </tool_call>; nothing was run"
-    assert output.response_ids[: len(unclosed)] == unclosed and sandbox.codes == []
-    assert reply(told) in tokenizer.decode(output.response_ids)
-    assert output.extra_fields["tool_use"]["malformed"] == {"unclosed_tag": 1}
-    assert output.extra_fields["finish_reason"] == "answer"
+    assert episode.row.ids[: len(unclosed)] == unclosed and sandbox.codes == []
+    assert reply(told) in tokenizer.decode(episode.row.ids)
+    assert episode.use.malformed == {"unclosed_tag": 1}
+    assert episode.finish_reason == "answer"
 
 
 def test_an_unknown_protocol_is_refused(roll_out, tokenizer):
@@ -243,7 +243,7 @@ def test_tokens_stay_true_for_any_model_tools_and_budget(
     turns.append(([20] * response_length, "completed", {}))
     turns += turns[-1:] * 8
     max_tool_calls, max_malformed_calls, max_tool_response_tokens, run_last_code, max_parallel_calls = limits
-    output, server, sandbox = roll_out(
+    episode, server, sandbox = roll_out(
         tokenizer,
         turns,
         outputs,
@@ -257,9 +257,8 @@ def test_tokens_stay_true_for_any_model_tools_and_budget(
         max_parallel_calls=max_parallel_calls,
     )
 
-    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
-    fields = output.extra_fields
-    spans = fields["model_spans"]
+    ids, mask, log_probs = episode.row.ids, episode.row.mask, episode.row.log_probs
+    spans = episode.row.model_spans
     assert len(ids) == len(mask) == len(log_probs) <= response_length
     position = 0  # in all that the server sampled
     for (start, end), sampled in zip(spans, server.sent, strict=True):
@@ -273,11 +272,10 @@ def test_tokens_stay_true_for_any_model_tools_and_budget(
     assert by_model == {i for i, m in enumerate(mask) if m == 1}  # no token of a tool has mask 1
     assert all(log_probs[i] == 0.0 for i in range(len(ids)) if i not in by_model)
     for call, (start, _) in zip(server.calls, spans, strict=True):
-        assert call["prompt_ids"] == output.prompt_ids + ids[:start]
+        assert call["prompt_ids"] == episode.row.prompt_ids + ids[:start]
         assert call["max_tokens"] == response_length - start
-    use = fields["tool_use"]
-    malformed = sum(number for kind, number in use["malformed"].items() if kind != "two_blocks")
+    malformed = sum(number for kind, number in episode.use.malformed.items() if kind != "two_blocks")
     # A turn of calls in parallel may pass the limit when it is the last and is run still.
-    assert fields["tool_calls"] <= max_tool_calls + run_last_code * max_parallel_calls
-    assert (malformed > max_malformed_calls) == (fields["finish_reason"] == "malformed_limit")
-    assert fields["finish_reason"] != "answer" or (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)
+    assert episode.use.calls <= max_tool_calls + run_last_code * max_parallel_calls
+    assert (malformed > max_malformed_calls) == (episode.finish_reason == "malformed_limit")
+    assert episode.finish_reason != "answer" or (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)

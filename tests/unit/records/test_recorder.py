@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.records.test_token_rows import batch, loss
+from verl_ext.episode import EpisodeKey
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import recorder, store
 from verl_ext.records.recorder import Fates, Group, Recorder, pack
@@ -48,7 +49,7 @@ def test_the_fates_find_their_rollouts_in_any_order_of_arrival(tmp_path):
             if isinstance(each, str):
                 writer.group(group(each))
             else:
-                writer.end_step(Fates(each, ends[each], {f"{uid}_0": 1.5 for uid in ends[each]}), 0.0)
+                writer.end_step(Fates(each, ends[each], {EpisodeKey(uid, 0): 1.5 for uid in ends[each]}), 0.0)
         writer.close()
         in_time = {uid for uid in ("a", "b") if order.index(uid) < order.index(2)}
         found = outcomes(run, 1)
@@ -60,10 +61,12 @@ def test_the_fates_find_their_rollouts_in_any_order_of_arrival(tmp_path):
 
 
 def test_a_rollout_that_is_not_in_the_loss_says_by_which_rule(tmp_path):
-    writer, told = Recorder(tmp_path, SETTINGS), {"a_0": "in the baseline alone", "a_1": "left out: stale"}
+    writer, told = Recorder(tmp_path, SETTINGS), ["in the baseline alone", "left out: stale"]
+    first, second = EpisodeKey("a", 0), EpisodeKey("a", 1)
     writer.group(group("a"))
-    writer.end_step(Fates(1, {"a": TRAINED}, {"a_0": 0.0}, left_out=told), 0.0)
-    assert outcomes(tmp_path, 1) == {"a_0": ("trained", told["a_0"], 1), "a_1": ("trained", told["a_1"], None)}
+    left_out = dict(zip((first, second), told, strict=True))
+    writer.end_step(Fates(1, {"a": TRAINED}, {first: 0.0}, left_out=left_out), 0.0)
+    assert outcomes(tmp_path, 1) == {"a_0": ("trained", told[0], 1), "a_1": ("trained", told[1], None)}
 
 
 def test_every_end_of_a_prompt_is_in_the_rows_and_a_filler_is_trained_on(tmp_path):
@@ -81,7 +84,7 @@ def test_every_end_of_a_prompt_is_in_the_rows_and_a_filler_is_trained_on(tmp_pat
     ):
         writer.group(group(uid, ends, accs))
     ends = {"trained": TRAINED, "equal": EQUAL, "filler": EQUAL, "failed": FAILED, "void": VOID, "stale": STALE}
-    taken = {"trained_0": 0.7, "filler_0": 0.0, "filler_1": 0.0}
+    taken = {EpisodeKey("trained", 0): 0.7, EpisodeKey("filler", 0): 0.0, EpisodeKey("filler", 1): 0.0}
     writer.end_step(Fates(3, ends | {"surplus": SURPLUS}, taken, fillers=frozenset({"filler"})), 0.0)
     found = outcomes(tmp_path, 3)
     assert found["trained_0"] == ("trained", None, 3)
@@ -278,14 +281,16 @@ def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_resumes
     for uid in ("done", "useful", "surplus", "running"):
         killed.group(group(uid, step=2))
     killed.group(group("v", step=2, validate=True))
-    killed.end_step(Fates(2, {"done": TRAINED}, {"done_0": 1.0}), 0.0)
+    killed.end_step(Fates(2, {"done": TRAINED}, {EpisodeKey("done", 0): 1.0}), 0.0)
     killed.save(2)
     killed.end_step(Fates(3, {"useful": TRAINED}, {}), 0.0)
 
     resumed = Recorder(tmp_path, SETTINGS)
     resumed.resume(2)
     resumed.group(group("running", accs=(1.0, 1.0), step=3))  # it was in flight, and rolls out again
-    resumed.end_step(Fates(3, {"useful": TRAINED, "surplus": SURPLUS, "running": EQUAL}, {"useful_1": -0.5}), 0.0)
+    resumed.end_step(
+        Fates(3, {"useful": TRAINED, "surplus": SURPLUS, "running": EQUAL}, {EpisodeKey("useful", 1): -0.5}), 0.0
+    )
     resumed.close()
     found = [(row["uid"], row["session"], row["outcome"], row["step"]) for row in store.rows(tmp_path)]
     assert [each for each in found if each[1] == 0] == [
@@ -303,7 +308,7 @@ def test_a_checkpoint_keeps_no_group_whose_fate_is_known(tmp_path):
     killed = Recorder(tmp_path, SETTINGS)
     for uid in ("trained", "open"):
         killed.group(group(uid, step=2))
-    killed.end_step(Fates(2, {"trained": TRAINED, "never": TRAINED}, {"trained_0": 1.0}), 0.0)
+    killed.end_step(Fates(2, {"trained": TRAINED, "never": TRAINED}, {EpisodeKey("trained", 0): 1.0}), 0.0)
     killed.save(2)
 
     resumed = Recorder(tmp_path, SETTINGS)

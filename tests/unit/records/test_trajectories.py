@@ -1,14 +1,17 @@
-"""A rollout as a row of the records."""
+"""An episode as a row of the records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from verl_ext.episode import CallResult, Episode, EpisodeKey, Reply, Reward, TokenRow, ToolUse, Turn, TurnCall
+from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.problem import problem_of
-from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, raised_columns, rollout_columns
+from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, to_record
 
 SAMPLE = {
     "uid": "u",
@@ -18,43 +21,33 @@ SAMPLE = {
     "raw_prompt": [{"role": "user", "content": "1+1?"}],
     "reward_model": {"ground_truth": "2"},
 }
-CALL = {"tool": "code_interpreter", "arguments": {"code": "1/0"}, "started_s": 101.0}
-RAN = {"queue_s": 0.5, "run_s": 0.25, "attempts": 2, "failure": None, "reward": None}
-TURNS = [
-    {
-        "text": "<code>1/0</code>",
-        "tokens": 4,
-        "start": 0,
-        "started_s": 100.0,
-        "generate_s": 1.0,
-        "server": "10.0.0.1:8000",
-        "calls": [
-            CALL | RAN | {"output": "Zero", "stdout": "", "stderr": "Zero", "exit_code": 1, "error": "ZeroDivision"},
-            {"malformed": "empty_code", "output": "FormatError: empty"},
-        ],
-        "reply": {"text": "<interpreter>Zero</interpreter>", "tokens": 3, "start": 4},
-    },
-    {"text": "2", "tokens": 1, "start": 7, "started_s": 102.0, "generate_s": 0.5, "calls": []},
-]
-EXTRA = {
-    "finish_reason": "answer",
-    "version_spans": [(0, 4, 4), (7, 8, 5)],
-    "tool_use": {"generate_s": 1.5, "tool_s": 1.0, "queue_s": 0.5},
-    "reward_extra_info": {
-        "acc": 1.0,
-        "reward_base": 1.0,
-        "pred": "2",
-        "method": "equal",
-        "verdict": "right",
-        "normalised": "2.0",
-    },
-}
+SAID = CallResult("Zero", "ZeroDivision", run_s=0.25, attempts=2, stdout="", stderr="Zero", exit_code=1)
+RAN = TurnCall("code_interpreter", {"code": "1/0"}, result=SAID, started_s=101.0, queue_s=0.5)
+EMPTY = TurnCall(None, malformed="empty_code", result=CallResult("FormatError: empty", "empty_code"))
+CALLED = Turn(
+    *("<code>1/0</code>", 4, 0, "10.0.0.1:8000", 100.0, 1.0, [RAN, EMPTY]),
+    reply=Reply("<interpreter>Zero</interpreter>", 3, 4),
+)
+INFO = {"acc": 1.0, "reward_base": 1.0, "pred": "2", "method": "equal", "verdict": "right", "normalised": "2.0"}
+EPISODE = Episode(
+    EpisodeKey("u", 2),
+    rows=[TokenRow(model_spans=[(0, 4), (7, 8)], version_spans=[(0, 4, 4), (7, 8, 5)])],
+    finish_reason=RolloutEnd.ANSWER,
+    use=ToolUse(generate_s=1.5, tool_s=1.0, queue_s=0.5, errors={"ZeroDivision": 1}),
+    reward=Reward(1.0, INFO),
+    turns=[CALLED, Turn("2", 1, 7, None, 102.0, 0.5)],
+    prompt="1+1?",
+    sampling={"temperature": 1.0},
+    started_s=100.0,
+    ended_s=103.0,
+    score_s=0.5,
+)
 
 
-def row_of(turns=TURNS, **extra):
-    times = {"score": 1.0, "score_s": 0.5, "started_s": 100.0, "ended_s": 103.0}
-    columns = rollout_columns(2, {"prompt": "1+1?", "turns": turns}, EXTRA | extra, **times)
-    return problem_columns(SAMPLE, validate=False) | columns
+def row_of(*calls, **changes):
+    """`calls`: those of the only turn then, which is without a reply."""
+    episode = replace(EPISODE, turns=[replace(CALLED, calls=[*calls], reply=None)]) if calls else EPISODE
+    return problem_columns(SAMPLE, validate=False) | to_record(replace(episode, **changes))
 
 
 def test_a_row_says_where_it_belongs_what_was_said_and_what_it_earned(tmp_path):
@@ -78,17 +71,18 @@ def test_a_row_says_where_it_belongs_what_was_said_and_what_it_earned(tmp_path):
     assert json.loads(row["reward_parts"])["reward_base"] == 1.0
     times = {"queue_s": 0.5, "generate_s": 1.5, "tool_s": 1.0, "score_s": 0.5, "started_s": 100.0, "ended_s": 103.0}
     assert row["timings"] == times
+    assert (ran["started_s"], ran["queue_s"], ran["run_s"], ran["tool"]) == (101.0, 0.5, 0.25, "code_interpreter")
+    assert row["prompt"] == "1+1?" and json.loads(row["sampling"]) == {"temperature": 1.0}
+    assert json.loads(row["tool_use"])["errors"] == {"ZeroDivision": 1}
 
 
 def test_a_failure_of_the_sandbox_is_the_infrastructures_and_has_no_verdict():
-    failed = CALL | RAN | {"failure": "no answer", "output": "", "error": None}
-    failed |= dict.fromkeys(("stdout", "stderr", "exit_code"))
-    turn = TURNS[0] | {"calls": [failed], "reply": None}
-    row = row_of([turn], finish_reason="sandbox_failure")
+    failed = replace(RAN, result=CallResult("", failure="no answer"))
+    row = row_of(failed, finish_reason=RolloutEnd.SANDBOX_FAILURE)
     assert (row["end_reason"], row["fault"], row["acc"]) == ("sandbox_failure", "infrastructure", None)
     assert row["score"] is None, "what the reward manager gives in place of one is in `reward_parts`"
     assert row["exception"] == "no answer" and row["calls"][0]["fault"] == "infrastructure"
-    unverified = row_of(reward_extra_info={"acc": 0.0, "unverified": 1.0, "finish_reason": "answer"})
+    unverified = row_of(reward=Reward(0.0, {"acc": 0.0, "unverified": 1.0, "finish_reason": "answer"}))
     assert (unverified["end_reason"], unverified["acc"]) == ("verifier_unknown", None)
 
 
@@ -97,20 +91,36 @@ def test_the_exception_names_the_servers_that_were_lost_and_what_the_verifier_sa
     assert aborted["exception"] == "no answer of 10.0.0.1:9000, 10.0.0.2:9000" and aborted["fault"] == "infrastructure"
     assert row_of(finish_reason="answer", lost_servers=["10.0.0.1:9000"])["exception"] is None  # it continued elsewhere
     info = {"acc": 0.0, "unverified": 1.0, "finish_reason": "answer", "verdict": "its process was killed"}
-    assert row_of(reward_extra_info=info)["exception"] == "its process was killed"
+    assert row_of(reward=Reward(0.0, info))["exception"] == "its process was killed"
 
 
 def test_a_call_that_was_not_run_and_one_of_another_tool_have_their_arguments():
-    calls = [{"tool": "price_of", "arguments": {"item": "tea"}}]
-    (call,) = row_of([TURNS[0] | {"calls": calls, "reply": None}])["calls"]
+    (call,) = row_of(TurnCall("price_of", {"item": "tea"}))["calls"]
     assert (call["status"], call["code"], call["fault"]) == ("not_run", '{"item": "tea"}', None)
 
 
 def test_a_rollout_that_raised_has_its_own_row():
-    columns = raised_columns(3, KeyError("x"), started_s=1.0, ended_s=2.0)
-    row = problem_columns(SAMPLE, validate=True) | columns
+    why = "KeyError: 'x'"
+    raised = Episode(EpisodeKey("u", 3), finish_reason=RolloutEnd.RAISED, exception=why, started_s=1.0, ended_s=2.0)
+    row = problem_columns(SAMPLE, validate=True) | to_record(raised)
     assert (row["end_reason"], row["exception"], row["fault"]) == ("raised", "KeyError: 'x'", "ours")
     assert (row["uid"], row["session"]) == ("u", 3) and row["validate"] is True
+    assert row["timings"] == {"score_s": 0.0, "started_s": 1.0, "ended_s": 2.0}
+
+
+def test_an_episode_of_another_projects_loop_has_a_row_without_turns_and_seconds(tmp_path):
+    other = Episode(EpisodeKey("u", 1), rows=[TokenRow(ids=[1, 2])], reward=Reward(1.0, {"acc": 1.0}))
+    row = problem_columns(SAMPLE, validate=False) | to_record(other)
+    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row])
+    (found,) = store.rows(tmp_path)
+    assert (found["turns"], found["calls"], found["version_spans"], found["response_tokens"]) == ([], [], [], 0)
+    assert (found["end_reason"], found["fault"], found["acc"], found["tool_use"]) == ("", None, 1.0, "{}")
+    assert found["timings"]["generate_s"] is None
+
+
+def test_the_spans_of_all_rows_of_an_episode_are_in_its_record():
+    rows = [TokenRow(version_spans=[(0, 4, 4)]), TokenRow(version_spans=[(0, 2, 5)])]
+    assert [span["version"] for span in row_of(rows=rows)["version_spans"]] == [4, 5]
 
 
 def test_a_row_names_its_problem_its_id_and_a_gold_of_any_form():
@@ -131,14 +141,13 @@ def test_a_lone_surrogate_of_the_model_costs_no_file(tmp_path):
     """JSON lets a model write one into a call; no file takes it."""
     lone = "\ud800"
     calls = [
-        {"tool": "search", "arguments": {"code": lone}} | RAN | dict.fromkeys(("stdout", "stderr", "output"), lone)
-        | {"exit_code": 1, "error": "ValueError", "started_s": 1.0},
-        {"malformed": "empty_code", "output": lone},
-        {"tool": "search", "arguments": {"query": lone}},
-    ]  # fmt: skip
-    info = EXTRA["reward_extra_info"] | {"pred": lone, "normalised": lone}
-    row = row_of([TURNS[0] | {"calls": calls, "reply": None}], reward_extra_info=info)
-    raised = problem_columns(SAMPLE, validate=False) | raised_columns(1, ValueError(lone), started_s=1.0, ended_s=2.0)
+        TurnCall("search", {"code": lone}, result=replace(SAID, stdout=lone, stderr=lone, output=lone), started_s=1.0),
+        replace(EMPTY, result=CallResult(lone)),
+        TurnCall("search", {"query": lone}),
+    ]
+    row = row_of(*calls, reward=Reward(1.0, INFO | {"pred": lone, "normalised": lone}))
+    raised = Episode(EpisodeKey("u", 1), finish_reason=RolloutEnd.RAISED, exception=f"ValueError: {lone}")
+    raised = problem_columns(SAMPLE, validate=False) | to_record(raised)
     store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row, raised])
     found, other = store.rows(tmp_path)
     assert [call["stdout"] for call in found["calls"]] == ["\\ud800", "\\ud800", None]
@@ -147,15 +156,16 @@ def test_a_lone_surrogate_of_the_model_costs_no_file(tmp_path):
 
 
 def test_a_number_of_numpy_is_a_number_in_the_json():
-    parts = row_of(reward_extra_info={"acc": 1.0, "bonus": np.float32(0.5), "path": Path("x")})["reward_parts"]
+    parts = row_of(reward=Reward(1.0, {"acc": 1.0, "bonus": np.float32(0.5), "path": Path("x")}))["reward_parts"]
     assert json.loads(parts) == {"acc": 1.0, "bonus": 0.5, "path": "x"}
 
 
 @pytest.mark.parametrize("acc", [np.bool_(True), True, np.float32(1.0), "1", 1])
 def test_a_verdict_of_another_type_is_a_number(tmp_path, acc):
     """A custom verifier may return what `np.isclose` does: one row like that would cost all records of its step."""
-    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row_of(reward_extra_info={"acc": acc})])
-    assert [row["acc"] for row in store.rows(tmp_path)] == [1.0]
+    row = row_of(reward=Reward(acc, {"acc": acc}))
+    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row])
+    assert [(row["acc"], row["score"]) for row in store.rows(tmp_path)] == [(1.0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +182,7 @@ def test_an_index_that_is_not_a_number_is_left_out_and_costs_no_row(tmp_path, in
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_of_a_long_output_both_ends_are_kept(stream):
     said = "first" + "x" * 10**6 + "last"
-    ran = TURNS[0]["calls"][0] | {stream: said}
-    call = row_of([TURNS[0] | {"calls": [ran]}])["calls"][0]
+    call = row_of(replace(RAN, result=replace(SAID, **{stream: said})))["calls"][0]
     assert call[stream].startswith("firstxxx") and call[stream].endswith("xxxlast")
     assert len(call[stream]) < MAX_OUTPUT + 100
     assert f"[{len(said) - MAX_OUTPUT} characters are not recorded]" in call[stream]

@@ -4,13 +4,18 @@ import asyncio
 
 import numpy as np
 
+from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, summary_of
+
 PROMPT = "what is 6*7? "
 
 
-def score(manager, *segments, ground_truth="42", padding=0, **fields):
+def score(
+    manager, *segments, ground_truth="42", padding=0, finish_reason="answer", calls=0, extra_fields=None, **fields
+):
     """Reward of a response of (who, text) segments; a plain string is the model's own text.
 
-    Builds the batch of verl 0.9.1's `AgentLoopWorker._compute_score` (agent_loop.py:967).
+    Builds the batch of verl 0.9.1's `AgentLoopWorker._compute_score` (agent_loop.py:967), with the column
+    `extra_fields` of our loop, whose episode made `calls`, or with that of another project's loop.
     """
     import torch
     from tensordict import TensorDict
@@ -22,8 +27,9 @@ def score(manager, *segments, ground_truth="42", padding=0, **fields):
         if who == "model":
             spans.append((len(text), len(text) + len(said)))
         text += said
-    extra_fields = {"model_spans": spans, "finish_reason": "answer"} | fields.pop("extra_fields", {})
-    extra_fields = {key: value for key, value in extra_fields.items() if value is not None}
+    if extra_fields is None:
+        use, row = ToolUse(ok=calls), TokenRow(model_spans=spans)
+        extra_fields = {SUMMARY: summary_of(Episode(EpisodeKey("u", 0), [row], finish_reason, use))}
     prompt, response = torch.tensor([[ord(c) for c in PROMPT]]), torch.tensor([[ord(c) for c in text]])
     pad = torch.zeros((1, padding), dtype=torch.int64)
     batch = {

@@ -7,8 +7,9 @@ import psutil
 import pytest
 
 from tests.processes import kill_tree
+from verl_ext.episode import Episode, EpisodeKey, Turn
 from verl_ext.records import store
-from verl_ext.records.trajectories import problem_columns, rollout_columns
+from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.reward import Score
 from verl_ext.reward.grade import find_files, judge_by_math_verify, main, read_row
 
@@ -289,9 +290,9 @@ def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
 def test_records_are_graded_by_the_verifier_of_their_ability(tmp_path):
     sample = {"uid": "u", "data_source": "own", "ability": "multiple_choice", "raw_prompt": "Which?"}
     sample["reward_model"] = {"ground_truth": "B"}
-    turn = {"text": "The answer is B.", "tokens": 5, "start": 0, "calls": []}
-    columns = rollout_columns(0, {"prompt": "Which?", "turns": [turn]}, {"finish_reason": "answer"})
-    row = problem_columns(sample, validate=True) | columns
+    turn = Turn("The answer is B.", 5, 0, None, 1.0, 1.0)
+    episode = Episode(EpisodeKey("u", 0), finish_reason="answer", turns=[turn], prompt="Which?")
+    row = problem_columns(sample, validate=True) | to_record(episode)
     store.write(store.path_of(tmp_path / "run", "trajectories", 3), "trajectories", [row])
     assert grade(tmp_path / "run", tmp_path / "graded.jsonl") == 0
     (graded,) = read(tmp_path / "graded.jsonl")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.unit.reward.responses import score
+from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, summary_of
 from verl_ext.reward import Score
 from verl_ext.reward.numbers import BrokenReward
 
@@ -57,7 +58,15 @@ def test_padding_and_special_tokens_change_nothing(make_manager):
 
 
 def test_without_spans_the_whole_response_counts(make_manager):
-    assert score(make_manager(), r"\boxed{42}", extra_fields={"model_spans": None})[0] == 1.0
+    for other in ({}, {"model_spans": None}, {"model_spans": []}):
+        assert score(make_manager(), r"\boxed{42}", extra_fields=other)[0] == 1.0
+
+
+def test_the_spans_of_another_projects_loop_say_what_the_model_wrote(make_manager):
+    text = r"\boxed{41}\boxed{42}"
+    assert score(make_manager(), text, extra_fields={"model_spans": [(0, 10)]})[0] == -1.0
+    reward, info = score(make_manager(), text, extra_fields={"model_spans": [(10, 20)], "finish_reason": "stop"})
+    assert (reward, info["response_tokens"], info["model_turns"], info["finish_reason"]) == (1.0, 10.0, 1.0, "stop")
 
 
 def test_spans_outside_the_response_are_our_error(make_manager):
@@ -71,10 +80,10 @@ def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monk
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
     manager = make_manager()
     infos = [
-        score(manager, r"\boxed{42}", extra_fields={"tool_calls": 2, "truncated": 1.0})[1],
-        score(manager, "nothing", extra_fields={"finish_reason": None})[1],
+        score(manager, r"\boxed{42}", calls=2, finish_reason="max_tokens")[1],
+        score(manager, "nothing", extra_fields={})[1],
         score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")[1],
-        score(manager, "<code>", extra_fields={"finish_reason": "sandbox_failure"})[1],
+        score(manager, "<code>", finish_reason="sandbox_failure")[1],
     ]
     texts = {"pred", "normalised", "verdict", "method", "data_source", "id", "problem", "finish_reason"}
     for info in infos:
@@ -84,7 +93,7 @@ def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monk
         json.dumps(info)
     assert infos[0]["tool_calls"] == 2.0
     assert infos[0]["truncated"] == 1.0
-    assert infos[1]["tool_calls"] == 0.0
+    assert infos[1]["tool_calls"] == infos[1]["truncated"] == infos[2]["truncated"] == 0.0
     assert [info["verdict"] for info in infos] == ["correct", "no_answer", "unknown", "no_answer"]
 
 
@@ -107,9 +116,8 @@ def test_unverified_answer_is_flagged_and_not_scored_as_wrong(make_manager, monk
 
 @pytest.mark.parametrize(("finish_reason", "flag"), [("sandbox_failure", 1.0), ("aborted", 0.0)])
 def test_what_infrastructure_failed_is_named_and_not_scored_as_wrong(make_manager, finish_reason, flag):
-    failed = {"finish_reason": finish_reason}
     manager = make_manager(max_response_length=20, overlong_buffer_cfg={"enable": True, "len": 10})
-    reward, info = score(manager, "<code>print(6*7)</code>", extra_fields=failed)
+    reward, info = score(manager, "<code>print(6*7)</code>", finish_reason=finish_reason)
     assert (reward, info["train_acc"], info["reward_overlong"]) == (0.0, 0.5, 0.0)
     assert (info["sandbox_failure"], info["finish_reason"]) == (flag, finish_reason)
     assert score(manager, "<code>print(6*7)</code>")[1]["sandbox_failure"] == 0.0
@@ -154,6 +162,21 @@ def test_of_several_outputs_of_a_rollout_the_last_is_scored(make_manager):
         data = DataProto(batch=TensorDict(first, batch_size=number), non_tensor_batch=columns)
         result = asyncio.run(make_manager().run_single(data))
         assert result["reward_extra_info"]["pred"] == texts[number - 1][7:9]
+
+
+def test_an_episode_is_scored_as_verls_row_of_it(make_manager):
+    """Counts of its use of tools and of its turns are in the answer."""
+    text = "<code>1</code>reply" + r"\boxed{42}"
+    use = ToolUse(ok=2, errors={"timeout": 1, "NameError": 3})
+    row = TokenRow(ids=[ord(c) for c in text], model_spans=[(0, 14), (19, 29)])
+    episode = Episode(EpisodeKey("u", 3), [TokenRow(ids=[1]), row], "max_tokens", use)
+    sample = {"data_source": "tiny", "reward_model": {"style": "rule", "ground_truth": "42"}, "index": 7}
+    found = asyncio.run(make_manager().score_episode(episode, sample))
+    extra_fields = {SUMMARY: summary_of(episode)}
+    assert (found.score, found.info) == score(make_manager(), text, extra_fields=extra_fields)
+    counts = {name: found.info[f"tool_{name}"] for name in ("calls", "errors", "timeouts")}
+    assert counts == {"calls": 6.0, "errors": 4.0, "timeouts": 1.0}
+    assert [found.info[name] for name in ("model_turns", "response_tokens", "truncated")] == [2.0, 24.0, 1.0]
 
 
 def test_row_without_ground_truth_raises_and_is_named(make_manager):

@@ -53,7 +53,7 @@ def test_reward_parts_are_logged_each_by_itself(make_manager):
         tool_bonus=True,
     )
     # 14,000 tokens: 4,000 of 10,000 into the buffer, -0.4; piecewise -0.04 - 0.05 x 2; 3 calls, 0.3
-    reward, info = score(manager, "a" * 13990 + r"\boxed{41}", extra_fields={"tool_calls": 3})
+    reward, info = score(manager, "a" * 13990 + r"\boxed{41}", calls=3)
     parts = {key: round(value, 6) for key, value in info.items() if key.startswith("reward_")}
     assert parts == {"reward_base": -1, "reward_overlong": -0.4, "reward_length": -0.14, "reward_tool_bonus": 0.3}
     assert reward == pytest.approx(-1.24)
@@ -62,7 +62,7 @@ def test_reward_parts_are_logged_each_by_itself(make_manager):
 
 def test_tool_bonus_is_for_wrong_answers_only_and_ends_at_its_ceiling(make_manager):
     def reward(text, calls, **options):
-        return score(make_manager(**options), text, extra_fields={"tool_calls": calls})[0]
+        return score(make_manager(**options), text, calls=calls)[0]
 
     assert reward(r"\boxed{41}", 2, tool_bonus=True) == pytest.approx(-0.8)
     assert reward("no box", 9, tool_bonus=True) == pytest.approx(-0.6)
@@ -85,8 +85,7 @@ def test_piecewise_penalty_takes_points_from_the_yaml(make_manager):
 
 def test_failed_sample_gets_no_part_of_any_penalty_or_bonus(make_manager):
     manager = make_manager(max_response_length=20000, length_penalty="piecewise", tool_bonus=True)
-    failed = {"finish_reason": "sandbox_failure", "tool_calls": 3}
-    reward, info = score(manager, "a" * 12000, extra_fields=failed)
+    reward, info = score(manager, "a" * 12000, calls=3, finish_reason="sandbox_failure")
     assert (reward, info["reward_length"], info["reward_tool_bonus"]) == (0.0, 0.0, 0.0)
 
 
@@ -103,9 +102,9 @@ def test_a_share_of_a_right_answer_earns_no_tool_bonus(make_manager):
     )
     constraints = [{"id": "punctuation:no_comma"}, {"id": "startend:quotation"}]
     row = {"reward_model": {"ground_truth": json.dumps({"constraints": constraints})}, "data_source": "ifeval"}
-    reward, info = score(manager, "no comma", extra_fields={"tool_calls": 3}, **row)
+    reward, info = score(manager, "no comma", calls=3, **row)
     assert (reward, info["acc"], info["reward_tool_bonus"]) == (0.0, 0.5, 0.0)
-    reward, info = score(manager, "a, comma", extra_fields={"tool_calls": 3}, **row)
+    reward, info = score(manager, "a, comma", calls=3, **row)
     assert (reward, info["acc"], info["reward_tool_bonus"]) == (pytest.approx(-0.7), 0.0, pytest.approx(0.3))
 
 

@@ -20,8 +20,8 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
     `uids` are rolled out at once, each with these samples.
     """
     import transfer_queue
-    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+    from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse, Turn
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     stored: list[tuple[str, Any]] = []
@@ -41,20 +41,19 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         def __init__(self, samples: list) -> None:
             self.samples = samples
 
-        async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
+        async def roll_out(self, sampling_params: dict, uid: str, session_id: int, **kwargs: Any) -> Episode:
             asked.append(kwargs.get("call_retries"))
             response = await self.samples[session_id]()
             response, info = response if isinstance(response, tuple) else (response, {})
-            fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
-            turn = {"text": "x" * len(response), "tokens": len(response), "start": 0, "calls": []}
-            fields["trajectory"] = {"prompt": "1+1?", "turns": [turn | {"started_s": 1.0, "generate_s": 0.5}]}
-            return AgentLoopOutput(
-                prompt_ids=[1, 2],
-                response_ids=response,
-                response_mask=[1] * len(response),
-                reward_score=float(len(response)) if info is not None else None,
-                metrics=AgentLoopMetrics(),
-                extra_fields=fields,
+            ids, length = list(response), len(response)
+            spans = [(0, 1, 6), (1, length, 7)] if length > 1 else [(0, length, 6)]
+            return Episode(
+                EpisodeKey(uid, session_id),
+                rows=[TokenRow([1, 2], ids, [1] * length, None, [(0, length)], spans)],
+                use=ToolUse(),
+                reward=None if info is None else Reward(float(length), info),
+                turns=[Turn("x" * length, length, 0, None, 1.0, 0.5)],
+                prompt="1+1?",
             )
 
     def run(
@@ -71,7 +70,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         if validate:
             rollout["val_kwargs"]["n"] = len(samples)
         worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
-        worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
+        worker._stored_columns, worker._score_episode = ["uid", "reward_model"], score
         worker._recorder, worker._under_way, worker._unsent, worker._send_after_s = recorder, set(), [], 5.0
         worker._sending_s = 0.0
         worker.reward_loop_worker_handles = None

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_ext.episode import Reward
+from verl_ext.rollout.rows import to_outputs
 from verl_ext.sandbox.client import RunResult
 
 CALL = "<code>print(1+1)</code>"
@@ -20,32 +22,31 @@ FAILURE = RunResult("sandbox_failure", "", "", None, queue_s=0.0, run_s=0.0, att
 
 def test_tool_output_goes_between_the_models_turns_with_mask_0(roll_out, tokenizer, encode, answer):
     call = encode(CALL)
-    output, server, sandbox = roll_out(tokenizer, [call, answer], ["2\n"])
+    episode, server, sandbox = roll_out(tokenizer, [call, answer], ["2\n"])
 
     block = encode(BLOCK_2)
-    assert output.response_ids == call + block + answer
-    assert output.response_mask == [1] * len(call) + [0] * len(block) + [1] * len(answer)
-    assert output.response_logprobs == (
+    assert episode.row.ids == call + block + answer
+    assert episode.row.mask == [1] * len(call) + [0] * len(block) + [1] * len(answer)
+    assert episode.row.log_probs == (
         [-(i + 1) / 1000 for i in range(len(call))]
         + [0.0] * len(block)
         + [-(len(call) + i + 1) / 1000 for i in range(len(answer))]
     )
     assert sandbox.codes == ["print(1+1)"]
-    fields = output.extra_fields
-    assert fields["finish_reason"] == "answer" and fields["truncated"] == 0.0
-    assert (fields["tool_calls"], fields["tool_errors"], fields["tool_timeouts"]) == (1, 0, 0)
-    assert fields["response_tokens"] == len(call) + len(answer)
-    assert fields["model_spans"] == [(0, len(call)), (len(call) + len(block), len(output.response_ids))]
+    assert episode.finish_reason == "answer" and not episode.is_truncated
+    assert (episode.use.calls, episode.use.failed, episode.use.errors["timeout"]) == (1, 0, 0)
+    assert episode.num_model_tokens == len(call) + len(answer)
+    assert episode.row.model_spans == [(0, len(call)), (len(call) + len(block), len(episode.row.ids))]
 
 
 def test_each_turn_is_asked_for_what_is_left_and_stops_at_the_tag(roll_out, tokenizer, encode, answer):
     call = encode(CALL)
-    output, server, _ = roll_out(tokenizer, [call, answer], ["2"], response_length=60)
+    episode, server, _ = roll_out(tokenizer, [call, answer], ["2"], response_length=60)
 
     first, second = server.calls
-    assert first["prompt_ids"] == output.prompt_ids
-    assert tokenizer.decode(output.prompt_ids) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-    assert second["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
+    assert first["prompt_ids"] == episode.row.prompt_ids
+    assert tokenizer.decode(episode.row.prompt_ids) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert second["prompt_ids"] == episode.row.prompt_ids + call + encode(BLOCK_2)
     assert [first["max_tokens"], second["max_tokens"]] == [60, 60 - len(call) - len(encode(BLOCK_2))]
     assert first["request_id"] == second["request_id"]  # the router keeps it on the server with its prefix
     for call in server.calls:
@@ -119,27 +120,27 @@ def test_the_models_tokens_stay_as_sampled_if_their_text_would_be_tokenised_diff
     assert None not in call and odd.decode(call) == "<code>print(12+34)</code>#"
     assert len(odd.encode(odd.decode(call), add_special_tokens=False)) < len(call)
 
-    output, server, sandbox = roll_out(odd, [call, answer], ["46"])
+    episode, server, sandbox = roll_out(odd, [call, answer], ["46"])
 
     assert sandbox.codes == ["print(12+34)"]
-    assert output.response_ids[: len(call)] == call
-    assert server.calls[1]["prompt_ids"][len(output.prompt_ids) :][: len(call)] == call
-    assert output.extra_fields["model_spans"][0] == (0, len(call))
+    assert episode.row.ids[: len(call)] == call
+    assert server.calls[1]["prompt_ids"][len(episode.row.prompt_ids) :][: len(call)] == call
+    assert episode.row.model_spans[0] == (0, len(call))
 
 
 @pytest.mark.parametrize("at_budget", [False, True], ids=["early", "with the last token of the budget"])
 def test_an_end_token_means_answer(roll_out, tokenizer, answer, at_budget):
     response_length = len(answer) + (not at_budget)
-    output, *_ = roll_out(tokenizer, [answer], response_length=response_length)
-    assert output.extra_fields["finish_reason"] == "answer"
-    assert output.extra_fields["truncated"] == 0.0
+    episode, *_ = roll_out(tokenizer, [answer], response_length=response_length)
+    assert episode.finish_reason == "answer"
+    assert not episode.is_truncated
 
 
 def test_any_special_token_ends_an_answer(roll_out, tokenizer, encode):
     """Qwen2.5's generation_config has two end tokens; tokenizer.eos_token_id is one of them."""
-    output, *_ = roll_out(tokenizer, [encode("\\boxed{2}") + [tokenizer.pad_token_id]])
+    episode, *_ = roll_out(tokenizer, [encode("\\boxed{2}") + [tokenizer.pad_token_id]])
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert output.extra_fields["finish_reason"] == "answer"
+    assert episode.finish_reason == "answer"
 
 
 @pytest.mark.parametrize("split", ["one token", "pieces"])
@@ -147,21 +148,21 @@ def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, enco
     """The server looks for stops within a request; here it continued past the stop, to the end token."""
     tag = encode("</code>") if split == "one token" else [i for c in "</code>" for i in encode(c)]
     call = encode("<code>print(1+1)") + tag
-    output, server, sandbox = roll_out(tokenizer, [call + encode("so it is 3") + answer, answer], ["2"])
+    episode, server, sandbox = roll_out(tokenizer, [call + encode("so it is 3") + answer, answer], ["2"])
     assert sandbox.codes == ["print(1+1)"]
-    assert output.response_ids == call + encode(BLOCK_2) + answer
-    assert output.response_logprobs[: len(call)] == [-(i + 1) / 1000 for i in range(len(call))]
+    assert episode.row.ids == call + encode(BLOCK_2) + answer
+    assert episode.row.log_probs[: len(call)] == [-(i + 1) / 1000 for i in range(len(call))]
     block = slice(len(call), len(call) + len(encode(BLOCK_2)))
-    assert output.response_logprobs[block] == [0.0] * len(encode(BLOCK_2)), "those after the stop went with its tokens"
-    assert len(output.response_logprobs) == len(output.response_ids)
-    assert output.extra_fields["finish_reason"] == "answer"
-    assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
+    assert episode.row.log_probs[block] == [0.0] * len(encode(BLOCK_2)), "those after the stop went with its tokens"
+    assert len(episode.row.log_probs) == len(episode.row.ids)
+    assert episode.finish_reason == "answer"
+    assert server.calls[1]["prompt_ids"] == episode.row.prompt_ids + call + encode(BLOCK_2)
 
 
 def test_a_stop_with_one_token_after_it_is_found_again(roll_out, tokenizer, encode, answer):
     call = encode(CALL)
-    output, *_ = roll_out(tokenizer, [call + encode("3"), answer], ["2"])
-    assert output.response_ids == call + encode(BLOCK_2) + answer
+    episode, *_ = roll_out(tokenizer, [call + encode("3"), answer], ["2"])
+    assert episode.row.ids == call + encode(BLOCK_2) + answer
 
 
 @pytest.mark.parametrize("rest", ["so it is 3. ", "", "<code>1</code>"])
@@ -169,9 +170,9 @@ def test_a_stop_that_an_abort_has_split_counts_before_a_later_one(roll_out, toke
     """The resumed request continued and wrote another call, at whose stop the server did stop."""
     call = encode("<code>print(1+1)") + [i for c in "</code>" for i in encode(c)]
     later = encode(f"{rest}<code>print(9)</code>")
-    output, server, sandbox = roll_out(tokenizer, [call + later, answer], ["2"])
+    episode, server, sandbox = roll_out(tokenizer, [call + later, answer], ["2"])
     assert sandbox.codes == ["print(1+1)"]
-    assert output.response_ids == call + encode(BLOCK_2) + answer
+    assert episode.row.ids == call + encode(BLOCK_2) + answer
 
 
 def test_a_special_token_without_a_name_ends_an_answer_before_the_budget_does(roll_out, tokenizer, encode):
@@ -179,10 +180,10 @@ def test_a_special_token_without_a_name_ends_an_answer_before_the_budget_does(ro
     nameless = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert nameless not in tokenizer.all_special_ids
     turn = encode("\\boxed{2}") + [nameless]
-    output, *_ = roll_out(tokenizer, [turn], response_length=len(turn) + 1)
-    assert output.extra_fields["finish_reason"] == "answer" and output.extra_fields["truncated"] == 0.0
-    output, *_ = roll_out(tokenizer, [turn], response_length=len(turn))  # the budget's end, for all one knows
-    assert output.extra_fields["finish_reason"] == "max_tokens"
+    episode, *_ = roll_out(tokenizer, [turn], response_length=len(turn) + 1)
+    assert episode.finish_reason == "answer" and not episode.is_truncated
+    episode, *_ = roll_out(tokenizer, [turn], response_length=len(turn))  # the budget's end, for all one knows
+    assert episode.finish_reason == "max_tokens"
 
 
 def test_a_stop_tag_that_is_a_special_token_does_not_end_the_assistants_turn(roll_out, tokenizer, encode, answer):
@@ -190,33 +191,34 @@ def test_a_stop_tag_that_is_a_special_token_does_not_end_the_assistants_turn(rol
 
     special = copy.deepcopy(tokenizer)
     special.add_tokens([AddedToken("</code>", special=True)], special_tokens=True)
-    output, *_ = roll_out(special, [encode(CALL), answer], ["2"])
-    assert output.response_ids == encode(CALL) + encode(BLOCK_2) + answer
+    episode, *_ = roll_out(special, [encode(CALL), answer], ["2"])
+    assert episode.row.ids == encode(CALL) + encode(BLOCK_2) + answer
 
 
 def test_a_turn_cut_by_the_budget_ends_with_max_tokens(roll_out, tokenizer, encode):
-    output, *_ = roll_out(tokenizer, [encode("<code>print(1+1)")], response_length=4)
-    assert len(output.response_ids) == 4
-    assert output.extra_fields["finish_reason"] == "max_tokens" and output.extra_fields["truncated"] == 1.0
+    episode, *_ = roll_out(tokenizer, [encode("<code>print(1+1)")], response_length=4)
+    assert len(episode.row.ids) == 4
+    assert episode.finish_reason == "max_tokens" and episode.is_truncated
 
 
 @pytest.mark.parametrize(("stop_reason", "finish_reason"), [("completed", "max_tokens"), ("aborted", "aborted")])
 def test_a_response_without_any_token_gets_one_that_is_not_trained_on(roll_out, tokenizer, stop_reason, finish_reason):
-    output, *_ = roll_out(tokenizer, [([], stop_reason, {})])
-    assert output.extra_fields["finish_reason"] == finish_reason
-    assert output.response_ids == [tokenizer.eos_token_id]
-    assert output.response_mask == [0] and output.response_logprobs == [0.0]
-    assert output.extra_fields["model_spans"] == [(0, 0)] and output.num_turns == 2
-    output.reward_score = -1.0
+    episode, *_ = roll_out(tokenizer, [([], stop_reason, {})])
+    assert episode.finish_reason == finish_reason
+    assert episode.row.ids == [tokenizer.eos_token_id]
+    assert episode.row.mask == [0] and episode.row.log_probs == [0.0]
+    assert episode.row.model_spans == [(0, 0)] and episode.row.num_turns == 2
+    episode.reward = Reward(-1.0, {"acc": 0.0})
+    (output,) = to_outputs(episode)
     assert output.as_dict()["rm_scores"].tolist() == [-1.0]
 
 
 @pytest.mark.parametrize("stop_reason", ["aborted", "error"])
 def test_an_aborted_turn_keeps_what_was_sampled_and_is_not_the_models_doing(roll_out, tokenizer, encode, stop_reason):
     call = encode(CALL)
-    output, _, sandbox = roll_out(tokenizer, [(call, stop_reason, {})], ["2"])
-    assert output.extra_fields["finish_reason"] == "aborted"
-    assert output.response_ids == call and sandbox.codes == []
+    episode, _, sandbox = roll_out(tokenizer, [(call, stop_reason, {})], ["2"])
+    assert episode.finish_reason == "aborted"
+    assert episode.row.ids == call and sandbox.codes == []
 
 
 def test_a_wrong_setting_of_retool_stops_the_loop(roll_out, tokenizer):
@@ -229,15 +231,15 @@ def test_a_wrong_setting_of_retool_stops_the_loop(roll_out, tokenizer):
 
 
 def test_num_turns_counts_user_model_and_tool_turns(roll_out, tokenizer, encode, answer):
-    assert roll_out(tokenizer, [answer])[0].num_turns == 2  # user, model
-    assert roll_out(tokenizer, [encode(CALL), answer], ["2"])[0].num_turns == 4
-    assert roll_out(tokenizer, [encode(CALL)] * 2 + [answer], ["2"] * 2)[0].num_turns == 6
-    assert roll_out(tokenizer, [encode(CALL)], [FAILURE])[0].num_turns == 2  # the tool did not answer
+    assert roll_out(tokenizer, [answer])[0].row.num_turns == 2  # user, model
+    assert roll_out(tokenizer, [encode(CALL), answer], ["2"])[0].row.num_turns == 4
+    assert roll_out(tokenizer, [encode(CALL)] * 2 + [answer], ["2"] * 2)[0].row.num_turns == 6
+    assert roll_out(tokenizer, [encode(CALL)], [FAILURE])[0].row.num_turns == 2  # the tool did not answer
 
 
 def test_log_probs_are_absent_if_none_were_requested(roll_out, tokenizer, encode, answer):
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["2"], logprobs=False)
-    assert output.response_logprobs is None
+    episode, *_ = roll_out(tokenizer, [encode(CALL), answer], ["2"], logprobs=False)
+    assert episode.row.log_probs is None
 
 
 def test_log_probs_that_do_not_fit_the_tokens_raise(roll_out, tokenizer, answer, monkeypatch):
@@ -308,7 +310,7 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
         turns.append([start] * (end == "call") + body + tail)
     turns.append([20] * response_length)
 
-    output, server, sandbox = roll_out(
+    episode, server, sandbox = roll_out(
         tokenizer,
         turns,
         results,
@@ -317,8 +319,8 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
         max_tool_response_tokens=max_tool_response_tokens,
     )
 
-    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
-    spans, fields = output.extra_fields["model_spans"], output.extra_fields
+    ids, mask, log_probs = episode.row.ids, episode.row.mask, episode.row.log_probs
+    spans = episode.row.model_spans
     assert len(ids) == len(mask) == len(log_probs) <= response_length
     # What the model sampled is there as it was sent, in order, and nothing else has mask 1.
     assert [ids[a:b] for a, b in spans] == server.sent
@@ -332,12 +334,12 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
         assert block.startswith("\n<interpreter>\n") and block.endswith("\n</interpreter>\n")
     # Every turn saw all that came before, and was asked for no more than what was left.
     for call, (begin, _) in zip(server.calls, spans, strict=True):
-        assert call["prompt_ids"] == output.prompt_ids + ids[:begin]
+        assert call["prompt_ids"] == episode.row.prompt_ids + ids[:begin]
         assert call["max_tokens"] == response_length - begin
-    failed = fields["finish_reason"] == "sandbox_failure"
-    assert len(sandbox.codes) == fields["tool_calls"] + failed <= max_tool_calls
-    assert fields["tool_timeouts"] <= fields["tool_errors"] <= fields["tool_calls"]
-    assert fields["finish_reason"] in ("answer", "max_turns", "max_tokens", "malformed_limit", "sandbox_failure")
-    assert fields["truncated"] == float(fields["finish_reason"] == "max_tokens")
-    assert (fields["finish_reason"] == "answer") == (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)
-    assert output.num_turns == 2 * len(spans)  # user, then model and tool alternately
+    failed = episode.finish_reason == "sandbox_failure"
+    assert len(sandbox.codes) == episode.use.calls + failed <= max_tool_calls
+    assert episode.use.errors["timeout"] <= episode.use.failed <= episode.use.calls
+    assert episode.finish_reason in ("answer", "max_turns", "max_tokens", "malformed_limit", "sandbox_failure")
+    assert episode.is_truncated == (episode.finish_reason == "max_tokens")
+    assert (episode.finish_reason == "answer") == (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)
+    assert episode.row.num_turns == 2 * len(spans)  # user, then model and tool alternately

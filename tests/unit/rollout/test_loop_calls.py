@@ -11,35 +11,35 @@ from verl_ext.sandbox.client import RunResult
 
 def test_a_call_with_the_last_token_of_the_budget_is_not_run(roll_out, tokenizer, encode):
     call = encode(CALL)
-    output, _, sandbox = roll_out(tokenizer, [call], response_length=len(call))
-    assert output.extra_fields["finish_reason"] == "max_tokens"
-    assert sandbox.codes == [] and output.extra_fields["tool_calls"] == 0
+    episode, _, sandbox = roll_out(tokenizer, [call], response_length=len(call))
+    assert episode.finish_reason == "max_tokens"
+    assert sandbox.codes == [] and episode.use.calls == 0
 
 
 def test_tool_output_must_leave_a_token_to_answer_with(roll_out, tokenizer, encode):
     call, block = encode(CALL), encode(BLOCK_2)
-    output, server, sandbox = roll_out(tokenizer, [call], ["2"], response_length=len(call) + len(block))
-    assert output.extra_fields["finish_reason"] == "max_tokens"
-    assert output.response_ids == call and output.extra_fields["tool_calls"] == 1 == len(sandbox.codes)
+    episode, server, sandbox = roll_out(tokenizer, [call], ["2"], response_length=len(call) + len(block))
+    assert episode.finish_reason == "max_tokens"
+    assert episode.row.ids == call and episode.use.calls == 1 == len(sandbox.codes)
 
-    output, server, _ = roll_out(tokenizer, [call, [5]], ["2"], response_length=len(call) + len(block) + 1)
+    episode, server, _ = roll_out(tokenizer, [call, [5]], ["2"], response_length=len(call) + len(block) + 1)
     assert server.calls[1]["max_tokens"] == 1
-    assert output.response_ids == call + block + [5]
+    assert episode.row.ids == call + block + [5]
 
 
 def test_the_call_beyond_max_tool_calls_is_not_run(roll_out, tokenizer, encode):
     call = encode(CALL)
-    output, _, sandbox = roll_out(tokenizer, [call, call], ["2"], max_tool_calls=1)
-    assert output.extra_fields["finish_reason"] == "max_turns" and output.extra_fields["truncated"] == 0.0
-    assert len(sandbox.codes) == 1 and output.extra_fields["tool_calls"] == 1
-    assert output.response_ids == call + encode(BLOCK_2) + call
+    episode, _, sandbox = roll_out(tokenizer, [call, call], ["2"], max_tool_calls=1)
+    assert episode.finish_reason == "max_turns" and not episode.is_truncated
+    assert len(sandbox.codes) == 1 and episode.use.calls == 1
+    assert episode.row.ids == call + encode(BLOCK_2) + call
 
 
 def test_a_sandbox_failure_ends_the_rollout_and_is_not_the_models_error(roll_out, tokenizer, encode):
-    output, *_ = roll_out(tokenizer, [encode(CALL)], [FAILURE])
-    assert output.extra_fields["finish_reason"] == "sandbox_failure"
-    assert output.extra_fields["tool_errors"] == 0
-    assert output.response_ids == encode(CALL)
+    episode, *_ = roll_out(tokenizer, [encode(CALL)], [FAILURE])
+    assert episode.finish_reason == "sandbox_failure"
+    assert episode.use.failed == 0
+    assert episode.row.ids == encode(CALL)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_in_validation_a_call_that_failed_is_run_again_and_the_response_stays(
     from verl_ext.rollout import loop as tool_loop
 
     monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.0)
-    output, server, sandbox = roll_out(tokenizer, [encode(CALL), answer], results, prompt={"call_retries": 2})
-    assert output.extra_fields["finish_reason"] == finish_reason and sandbox.codes == ["print(1+1)"] * runs
+    episode, server, sandbox = roll_out(tokenizer, [encode(CALL), answer], results, prompt={"call_retries": 2})
+    assert episode.finish_reason == finish_reason and sandbox.codes == ["print(1+1)"] * runs
     assert server.sent[0] == encode(CALL) and len(server.calls) == 1 + (finish_reason == "answer")
 
 
@@ -69,14 +69,14 @@ def test_of_parallel_calls_only_those_that_failed_are_run_again(roll_out, qwen_t
     calls = [{"name": "code_interpreter", "arguments": {"code": f"print({i})"}} for i in range(3)]
     text = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls) + "<|im_end|>"
     turns = [qwen_tokenizer.encode(part, add_special_tokens=False) for part in (text, "\\boxed{2}<|im_end|>")]
-    output, server, sandbox = roll_out(
+    episode, server, sandbox = roll_out(
         *(qwen_tokenizer, turns, ["0", FAILURE, "2", "one"]),
         **{"protocol": "hermes", "max_parallel_calls": 3, "response_length": 400, "prompt": {"call_retries": 1}},
     )
     assert sandbox.codes == ["print(0)", "print(1)", "print(2)", "print(1)"]
     shown = qwen_tokenizer.decode(server.calls[1]["prompt_ids"])
     assert shown.index("\n0\n") < shown.index("\none\n") < shown.index("\n2\n")
-    assert output.extra_fields["tool_calls"] == 3
+    assert episode.use.calls == 3
 
 
 @pytest.mark.parametrize("last", ["2\n", FAILURE])
@@ -88,11 +88,11 @@ def test_the_record_of_a_call_has_the_time_and_the_attempts_that_were_lost(
     monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.2)
     recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}
     turns, prompt = [encode(CALL), answer], {"call_retries": 1}
-    output, *_ = roll_out(tokenizer, turns, [FAILURE, last], prompt=prompt, recorder=recorder)
-    (call,) = output.extra_fields["trajectory"]["turns"][0]["calls"]
-    assert 0.2 <= call["queue_s"] < 20 and call["run_s"] == 0.0
-    assert output.extra_fields["tool_use"]["queue_s"] == pytest.approx(call["queue_s"], abs=0.05)
-    assert call["attempts"] == FAILURE.attempts + (FAILURE.attempts if last is FAILURE else 1)
+    episode, *_ = roll_out(tokenizer, turns, [FAILURE, last], prompt=prompt, recorder=recorder)
+    (call,) = episode.turns[0].calls
+    assert 0.2 <= call.queue_s < 20 and call.result.run_s == 0.0
+    assert episode.use.queue_s == pytest.approx(call.queue_s, abs=0.05)
+    assert call.result.attempts == FAILURE.attempts + (FAILURE.attempts if last is FAILURE else 1)
 
 
 @pytest.mark.parametrize(
@@ -103,86 +103,86 @@ def test_the_record_of_a_call_has_the_time_and_the_attempts_that_were_lost(
     ],
 )
 def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, answer, call, kind, told):
-    output, _, sandbox = roll_out(tokenizer, [encode(call), answer])
+    episode, _, sandbox = roll_out(tokenizer, [encode(call), answer])
     assert sandbox.codes == []
-    assert tokenizer.decode(output.response_ids) == (
+    assert tokenizer.decode(episode.row.ids) == (
         f"{call}\n<interpreter>\n{told}\n</interpreter>\n" + tokenizer.decode(answer)
     )
-    assert (output.extra_fields["tool_calls"], output.extra_fields["tool_errors"]) == (0, 0)
-    assert output.extra_fields["tool_use"]["malformed"] == {kind: 1}
-    assert output.extra_fields["finish_reason"] == "answer"
+    assert (episode.use.calls, episode.use.failed) == (0, 0)
+    assert episode.use.malformed == {kind: 1}
+    assert episode.finish_reason == "answer"
 
 
 def test_code_without_a_closing_tag_is_answered_after_the_end_of_the_turn(roll_out, tokenizer, encode, answer):
     turn = encode("<code>print(1+1)") + [tokenizer.eos_token_id]
-    output, _, sandbox = roll_out(tokenizer, [turn, answer])
+    episode, _, sandbox = roll_out(tokenizer, [turn, answer])
     told = "<interpreter>\nFormatError: <code> without </code>; the code was not run\n</interpreter>"
-    assert tokenizer.decode(output.response_ids[len(turn) :]) == (
+    assert tokenizer.decode(episode.row.ids[len(turn) :]) == (
         f"\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n" + tokenizer.decode(answer)
     )
-    assert output.response_ids[: len(turn)] == turn and sandbox.codes == []
-    assert output.extra_fields["tool_use"]["malformed"] == {"unclosed_tag": 1}
-    assert output.extra_fields["model_spans"][0] == (0, len(turn))
+    assert episode.row.ids[: len(turn)] == turn and sandbox.codes == []
+    assert episode.use.malformed == {"unclosed_tag": 1}
+    assert episode.row.model_spans[0] == (0, len(turn))
 
 
 def test_malformed_calls_have_a_separate_limit(roll_out, tokenizer, encode, answer):
     bad = encode("<code></code>")
-    output, *_ = roll_out(tokenizer, [bad, bad, bad], max_malformed_calls=2, max_tool_calls=0)
-    assert output.extra_fields["finish_reason"] == "malformed_limit"
-    assert output.extra_fields["tool_use"]["malformed"] == {"empty_code": 3}
-    assert len(output.extra_fields["model_spans"]) == 3 and output.response_mask[-1] == 1
-    output, *_ = roll_out(tokenizer, [bad, bad, answer], max_malformed_calls=2)
-    assert output.extra_fields["finish_reason"] == "answer"
+    episode, *_ = roll_out(tokenizer, [bad, bad, bad], max_malformed_calls=2, max_tool_calls=0)
+    assert episode.finish_reason == "malformed_limit"
+    assert episode.use.malformed == {"empty_code": 3}
+    assert len(episode.row.model_spans) == 3 and episode.row.mask[-1] == 1
+    episode, *_ = roll_out(tokenizer, [bad, bad, answer], max_malformed_calls=2)
+    assert episode.finish_reason == "answer"
 
 
 def test_the_last_code_is_run_if_requested(roll_out, tokenizer, encode):
     call = encode(CALL)
-    output, _, sandbox = roll_out(tokenizer, [call, call], ["2", "2"], max_tool_calls=1, run_last_code=True)
-    assert output.extra_fields["finish_reason"] == "max_turns"
-    assert len(sandbox.codes) == 2 and output.extra_fields["tool_calls"] == 2
-    assert output.response_ids == (call + encode(BLOCK_2)) * 2 and output.response_mask[-1] == 0
+    episode, _, sandbox = roll_out(tokenizer, [call, call], ["2", "2"], max_tool_calls=1, run_last_code=True)
+    assert episode.finish_reason == "max_turns"
+    assert len(sandbox.codes) == 2 and episode.use.calls == 2
+    assert episode.row.ids == (call + encode(BLOCK_2)) * 2 and episode.row.mask[-1] == 0
 
     room = 1  # token, which the interpreter's answer does not fit into
     length = 2 * len(call) + len(encode(BLOCK_2)) + room
-    output, _, sandbox = roll_out(
+    episode, _, sandbox = roll_out(
         tokenizer, [call, call], ["2", "2"], max_tool_calls=1, run_last_code=True, response_length=length
     )
-    assert output.extra_fields["finish_reason"] == "max_turns" and len(sandbox.codes) == 2
+    assert episode.finish_reason == "max_turns" and len(sandbox.codes) == 2
 
 
 def test_where_the_first_call_stands_is_counted_in_tokens_of_the_response(roll_out, tokenizer, encode, answer):
     before, call = encode("It is 7. "), encode(CALL)
     malformed = encode("<code></code>")
-    output, *_ = roll_out(tokenizer, [malformed, before + call, call, answer], ["2", "2"], response_length=300)
-    start = output.extra_fields["model_spans"][1][0]
+    episode, *_ = roll_out(tokenizer, [malformed, before + call, call, answer], ["2", "2"], response_length=300)
+    start = episode.row.model_spans[1][0]
     share = len("It is 7. ") / len(tokenizer.decode(before + call))  # of the turn's text; tokens have several lengths
     expected = start + round(share * len(before + call))
-    assert start > 0 and output.extra_fields["tool_use"]["first_call_token"] == expected
-    assert roll_out(tokenizer, [answer])[0].extra_fields["tool_use"]["first_call_token"] is None
+    assert start > 0 and episode.use.first_call_token == expected
+    assert roll_out(tokenizer, [answer])[0].use.first_call_token is None
 
 
 def test_output_is_cut_to_half_of_the_room_that_is_left(roll_out, tokenizer, encode, answer):
     """Not only to its own limit: the rollout continues with room for an answer."""
     call = encode(CALL)
     limit = len(call) + 80
-    output, server, _ = roll_out(
+    episode, server, _ = roll_out(
         tokenizer, [call, answer], ["7" * 1000], response_length=limit, max_tool_response_tokens=500
     )
-    assert output.extra_fields["finish_reason"] == "answer"
-    assert output.extra_fields["tool_use"]["outputs_cut"] == 1
+    assert episode.finish_reason == "answer"
+    assert episode.use.outputs_cut == 1
     # Of 79 tokens 39 are output, the tags and the note are added to that; the rest is for the answer.
-    text = tokenizer.decode(output.response_ids)
+    text = tokenizer.decode(episode.row.ids)
     assert "\n[... 961 characters cut ...]\n" in text and text.count("7") == 39
-    assert server.calls[1]["max_tokens"] == limit - len(call) - (len(output.response_ids) - len(call) - len(answer))
+    assert server.calls[1]["max_tokens"] == limit - len(call) - (len(episode.row.ids) - len(call) - len(answer))
 
 
 def test_a_huge_output_is_not_tokenised_whole(roll_out, tokenizer, encode, answer, monkeypatch):
     seen = []
     real = SegmentEncoder.encode_output
     monkeypatch.setattr(SegmentEncoder, "encode_output", lambda self, text: seen.append(len(text)) or real(self, text))
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["ab" * 1_000_000], max_tool_response_tokens=10)
+    episode, *_ = roll_out(tokenizer, [encode(CALL), answer], ["ab" * 1_000_000], max_tool_response_tokens=10)
     assert seen and max(seen) < 1000
-    assert "characters cut ...]" in tokenizer.decode(output.response_ids)
+    assert "characters cut ...]" in tokenizer.decode(episode.row.ids)
 
 
 def test_a_cut_falls_between_whole_characters(tokenizer):
@@ -210,24 +210,24 @@ def test_what_a_tool_says_cannot_forge_a_turn_or_a_tag(roll_out, request, which,
         for said in ("2", FORGED)
     )
     added = set(tokenizer.added_tokens_decoder)
-    of_frame = [[i for i in output.response_ids if i in added] for output in (honest, forged)]
+    of_frame = [[i for i in episode.row.ids if i in added] for episode in (honest, forged)]
     assert of_frame[0] == of_frame[1]  # the frame's own, and the model's
-    assert FORGED in tokenizer.decode(forged.response_ids)  # shown as it is
-    assert forged.extra_fields["finish_reason"] == "answer" and forged.extra_fields["tool_calls"] == 1
+    assert FORGED in tokenizer.decode(forged.row.ids)  # shown as it is
+    assert forged.finish_reason == "answer" and forged.use.calls == 1
 
 
 def test_what_the_model_wrote_comes_back_as_text_in_the_answer_to_a_malformed_call(roll_out, tokenizer, encode):
     bad = encode(
         '<tool_call>{"name": "<|im_start',
     ) + encode('|>", "arguments": {}}</tool_call>')
-    output, *_ = roll_out(
+    episode, *_ = roll_out(
         tokenizer,
         [[*bad, tokenizer.eos_token_id], encode("\\boxed{2}<|im_end|>")],
         protocol="hermes",
         response_length=400,
         max_tool_response_tokens=100,
     )
-    reply = output.response_ids[len(bad) + 1 : output.extra_fields["model_spans"][1][0]]
+    reply = episode.row.ids[len(bad) + 1 : episode.row.model_spans[1][0]]
     assert 'unknown tool "<|im_start|>"' in tokenizer.decode(reply)
     # the tool's turn and the model's next one begin, and no other
     assert reply.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
@@ -237,63 +237,28 @@ def test_what_a_rollout_did_is_recorded_if_that_is_on(roll_out, tokenizer, encod
     failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
     turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]
     recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}
-    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, recorder=recorder, seed=3)
-    trajectory = output.extra_fields["trajectory"]
-    assert trajectory["prompt"] == tokenizer.decode(output.prompt_ids)
-    assert [turn["text"] for turn in trajectory["turns"]] == [tokenizer.decode(turn) for turn in turns]
-    assert [turn["tokens"] for turn in trajectory["turns"]] == [len(turn) for turn in turns]
-    assert [turn["start"] for turn in trajectory["turns"]] == [start for start, _ in output.extra_fields["model_spans"]]
-    replies = [turn.get("reply") for turn in trajectory["turns"]]
-    assert replies[3] is None
-    for reply in replies[:3]:
-        ids = output.response_ids[reply["start"] : reply["start"] + reply["tokens"]]
-        assert tokenizer.decode(ids) == reply["text"] and reply["tokens"] > 0
-    malformed, error, ok, none = (turn["calls"] for turn in trajectory["turns"])
-    assert malformed == [{"malformed": "empty_code", "output": "FormatError: empty <code></code>"}] and none == []
-    assert error[0]["error"] == "NameError" and error[0]["output"] == "NameError: x" and error[0]["attempts"] == 2
-    assert error[0]["queue_s"] == 0.0 and error[0]["run_s"] == 0.25  # the fake took no time, but says that it ran
-    assert (error[0]["stdout"], error[0]["exit_code"]) == ("", 1) and error[0]["started_s"] > 1e9
-    assert ok[0]["arguments"] == {"code": "print(1+1)"} and ok[0]["output"] == "2" and ok[0]["error"] is None
-    use = output.extra_fields["tool_use"]
-    assert (use["ok"], use["errors"], use["malformed"], use["fixed"]) == (1, {"NameError": 1}, {"empty_code": 1}, 1)
-    assert use["code_lines"] == 2 and use["queue_s"] == 0.5 and use["run_s"] == 0.25
-    assert use["void_turns"] == 1  # the malformed one
-    assert all(0 <= turn["generate_s"] < 60 for turn in trajectory["turns"]) and 0 <= use["generate_s"] < 60
-    assert trajectory["seeds"] == {"data": None, "rollout": 3}
-    assert trajectory["sampling"] == {"temperature": 1.0, "top_p": None, "top_k": None}
-    assert "trajectory" not in roll_out(tokenizer, [answer])[0].extra_fields
-
-
-@pytest.mark.parametrize(
-    ("traceback", "shown"), [("last_line", "1\nNameError: x"), ("full", "1\nTraceback:\nNameError: x")]
-)
-def test_an_error_of_the_code_is_shown_as_configured_and_counted(roll_out, tokenizer, encode, answer, traceback, shown):
-    failed = RunResult("code_error", "1\n", "Traceback:\nNameError: x\n", 1, 0.0, 0.0, 1, "")
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [failed], traceback=traceback)
-    assert f"<interpreter>\n{shown}\n</interpreter>" in tokenizer.decode(output.response_ids)
-    assert (output.extra_fields["tool_errors"], output.extra_fields["tool_timeouts"]) == (1, 0)
-
-
-def test_the_model_is_told_that_its_code_ran_out_of_time(roll_out, tokenizer, encode, answer):
-    killed = RunResult("timeout", "1\n", "", None, 0.0, 5.0, 1, "")
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [killed])
-    assert "<interpreter>\n1\nTimeoutError: stopped after 5 s\n</interpreter>" in tokenizer.decode(output.response_ids)
-    assert (output.extra_fields["tool_errors"], output.extra_fields["tool_timeouts"]) == (1, 1)
-
-
-def test_the_model_is_told_that_its_code_was_killed(roll_out, tokenizer, encode, answer):
-    killed = RunResult("code_error", "", "", -9, 0.0, 1.0, 1, "")
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [killed])
-    assert "<interpreter>\nKilled by signal 9 (Killed)\n</interpreter>" in tokenizer.decode(output.response_ids)
-    assert output.extra_fields["tool_errors"] == 1
-
-
-def test_long_output_is_cut_in_the_middle_and_says_so(roll_out, tokenizer, encode, answer):
-    printed = "1" * 100 + "2" * 101  # 201 tokens
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [printed], max_tool_response_tokens=9)
-    text = tokenizer.decode(output.response_ids)
-    assert "<interpreter>\n11111\n[... 192 characters cut ...]\n2222\n</interpreter>" in text
-
-    # Shorter than the note would be: stays as it is.
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["123"], max_tool_response_tokens=1)
-    assert "<interpreter>\n123\n</interpreter>" in tokenizer.decode(output.response_ids)
+    episode, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, recorder=recorder, seed=3)
+    assert episode.prompt == tokenizer.decode(episode.row.prompt_ids)
+    assert [turn.text for turn in episode.turns] == [tokenizer.decode(turn) for turn in turns]
+    assert [turn.tokens for turn in episode.turns] == [len(turn) for turn in turns]
+    assert [turn.start for turn in episode.turns] == [start for start, _ in episode.row.model_spans]
+    *replies, last = [turn.reply for turn in episode.turns]
+    assert last is None
+    for reply in replies:
+        ids = episode.row.ids[reply.start : reply.start + reply.tokens]
+        assert tokenizer.decode(ids) == reply.text and reply.tokens > 0
+    (malformed,), (error,), (ok,), none = (turn.calls for turn in episode.turns)
+    assert (malformed.malformed, malformed.result.output) == ("empty_code", "FormatError: empty <code></code>")
+    assert none == [] and malformed.tool is None
+    result = error.result
+    assert (result.error, result.output, result.attempts) == ("NameError", "NameError: x", 2)
+    assert error.queue_s == 0.0 and result.run_s == 0.25  # the fake took no time, but says that it ran
+    assert (result.stdout, result.exit_code) == ("", 1) and error.started_s > 1e9
+    assert ok.arguments == {"code": "print(1+1)"} and ok.result.output == "2" and ok.result.error is None
+    use = episode.use
+    assert (use.ok, use.errors, use.malformed, use.fixed) == (1, {"NameError": 1}, {"empty_code": 1}, 1)
+    assert use.code_lines == 2 and use.queue_s == 0.5 and use.run_s == 0.25
+    assert use.void_turns == 1  # the malformed one
+    assert all(0 <= turn.generate_s < 60 for turn in episode.turns) and 0 <= use.generate_s < 60
+    assert episode.sampling == {"seeds": {"data": None, "rollout": 3}, "temperature": 1.0, "top_p": None, "top_k": None}
+    assert roll_out(tokenizer, [answer])[0].prompt is None

@@ -17,9 +17,9 @@ def failed(stderr, stdout=""):
 def reply_of(roll_out, tokenizer, text, results=(), **settings):
     """What the model reads after a turn, and the rollout."""
     turns = [tokenizer.encode(part, add_special_tokens=False) for part in (text, "\\boxed{2}<|im_end|>")]
-    output, *_ = roll_out(tokenizer, turns, results, **{"response_length": 1000, "traceback": "full"} | settings)
-    (_, start), (end, _) = output.extra_fields["model_spans"]
-    return tokenizer.decode(output.response_ids[start:end]), output
+    episode, *_ = roll_out(tokenizer, turns, results, **{"response_length": 1000, "traceback": "full"} | settings)
+    (_, start), (end, _) = episode.row.model_spans
+    return tokenizer.decode(episode.row.ids[start:end]), episode
 
 
 @pytest.mark.parametrize("limit", [1, 9, 48])
@@ -27,9 +27,9 @@ def test_what_was_wrong_with_a_call_and_what_to_do_are_read_whatever_an_output_m
     roll_out, qwen_tokenizer, limit
 ):
     bad = f"<tool_call>{LONG_CALL}</tool_call><|im_end|>"
-    told, output = reply_of(roll_out, qwen_tokenizer, bad, protocol="hermes", max_tool_response_tokens=limit)
+    told, episode = reply_of(roll_out, qwen_tokenizer, bad, protocol="hermes", max_tool_response_tokens=limit)
     assert "FormatError: the call is not valid JSON: Expecting ',' delimiter" in told and ADVICE in told
-    assert output.extra_fields["tool_use"]["outputs_cut"] == 0
+    assert episode.use.outputs_cut == 0
 
 
 @pytest.mark.parametrize("limit", [1, 9, 48])
@@ -37,10 +37,10 @@ def test_the_last_line_of_a_traceback_is_read_whatever_an_output_may_have(roll_o
     error = "ValueError: the divisor is 0 in round three of the loop, expected a number above it; look at how n falls"
     lines = "\n".join(f'  File "main.py", line {i}, in f' for i in range(40))
     result = failed(f"Traceback (most recent call last):\n{lines}\n{error}", "7" * 500)
-    told, output = reply_of(roll_out, qwen_tokenizer, CALL, [result], max_tool_response_tokens=limit)
+    told, episode = reply_of(roll_out, qwen_tokenizer, CALL, [result], max_tool_response_tokens=limit)
     assert "characters cut ...]\n" in told and f"\n{error}\n" in told
     assert len(qwen_tokenizer.encode(told)) < 48 + len(qwen_tokenizer.encode(error)) + 40
-    assert output.extra_fields["tool_use"]["outputs_cut"] == 1
+    assert episode.use.outputs_cut == 1
 
 
 @pytest.mark.parametrize("limit", [1, 48])
@@ -91,8 +91,8 @@ def test_no_error_takes_more_than_its_share_of_the_room(qwen_tokenizer, share, s
 
 def test_at_the_end_of_the_budget_an_error_leaves_room_for_an_answer(roll_out, tokenizer, encode, answer):
     call = encode(CALL)
-    output, server, _ = roll_out(
+    episode, server, _ = roll_out(
         tokenizer, [call, answer], [failed("ValueError: " + "7" * 500)], response_length=len(call) + 80
     )
-    assert output.extra_fields["finish_reason"] == "answer" and "ValueError" in tokenizer.decode(output.response_ids)
+    assert episode.finish_reason == "answer" and "ValueError" in tokenizer.decode(episode.row.ids)
     assert server.calls[1]["max_tokens"] >= len(answer)

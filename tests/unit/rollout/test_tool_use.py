@@ -1,33 +1,27 @@
 import pytest
 
+from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse
 from verl_ext.protocols.base import Call
-from verl_ext.rollout.tool_use import ToolUse, tool_metrics
+from verl_ext.rollout.response import Rollout
+from verl_ext.rollout.tool_use import tool_metrics
 
 
 def test_a_failed_or_malformed_call_is_fixed_by_the_next_one_that_ends_well():
-    use, call = ToolUse(), Call("code_interpreter", {"code": "x\n\n y"}, 0)
+    rollout, call = Rollout(EpisodeKey("u", 0), [], limit=9), Call("code_interpreter", {"code": "x\n\n y"}, 0)
     for error in ("NameError", "NameError", None, None):  # the second error was not fixed by the first repair
-        use.add_call(call, error)
-    use.add_malformed("bad_json")
-    use.pass_malformed()
-    use.add_call(call, None)
-    use.add_malformed("bad_json")
-    use.add_call(call, None)  # which came before it
-    use.pass_malformed()
-    assert (use.ok, use.fixed, use.calls) == (4, 2, 6)
-    numbers = use.as_dict()
-    assert numbers["errors"] == {"NameError": 2} and numbers["malformed"] == {"bad_json": 2}
-    assert numbers["code_lines"] == 6 * 2
+        rollout.count_call(call, error)
+    rollout.pass_malformed()
+    for _ in range(2):  # the second came before a malformed one
+        rollout.count_call(call, None)
+    rollout.pass_malformed()
+    use = rollout.use
+    assert (use.ok, use.fixed, use.calls, use.failed) == (4, 2, 6, 2)
+    assert use.errors == {"NameError": 2} and use.code_lines == 6 * 2
 
 
 def rollout(acc, spans, finish_reason="answer", **use):
-    numbers = ToolUse(**{k: v for k, v in use.items() if k not in ("errors", "malformed")}).as_dict()
-    numbers |= {name: use[name] for name in ("errors", "malformed") if name in use}
-    return {
-        "reward_extra_info": {"acc": acc, "finish_reason": finish_reason},
-        "tool_use": numbers,
-        "model_spans": spans,
-    }
+    row, reward = TokenRow(model_spans=spans), Reward(None, {"acc": acc})
+    return Episode(EpisodeKey("u", 0), rows=[row], finish_reason=finish_reason, use=ToolUse(**use), reward=reward)
 
 
 def test_tool_metrics_by_hand():

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_ext.rollout.weight_versions import Attempts, joined, noted_attempts, oldest, spans_of
+from verl_ext.episode import Episode, EpisodeKey, TokenRow
+from verl_ext.rollout.client import TurnRequests
+from verl_ext.rollout.rows import to_outputs
+from verl_ext.rollout.weight_versions import joined, spans_of
 
 
 def test_spans_of_a_turn_end_where_the_turn_was_cut():
@@ -22,8 +25,11 @@ def test_neighbours_of_one_version_are_one_span_and_a_tools_tokens_part_them():
 
 
 def test_the_oldest_version_is_unknown_if_any_is():
-    assert oldest([(0, 3, 4), (3, 5, 2)]) == 2
-    assert oldest([(0, 3, 4), (3, 5, None)]) is None and oldest([]) is None
+    def oldest(*rows):
+        return Episode(EpisodeKey("u", 0), rows=[TokenRow(version_spans=row) for row in rows]).oldest_version()
+
+    assert oldest([(0, 3, 4), (3, 5, 2)]) == 2 and oldest([(0, 3, 4)], [(0, 2, 3)]) == 3
+    assert oldest([(0, 3, 4), (3, 5, None)]) is None and oldest([]) is None and oldest([], [(0, 1, 1)]) is None
 
 
 def client(cls, answers):
@@ -48,69 +54,85 @@ def client(cls, answers):
     return made
 
 
-def noted(made):
+def turn_of(made):
     async def run():
-        with noted_attempts() as attempts:
-            await made.generate("a", prompt_ids=[1], sampling_params={"max_tokens": 9})
-        await made.generate("b", prompt_ids=[1], sampling_params={"max_tokens": 9})  # nobody notes this one
-        return attempts
+        output = await made.generate("a", prompt_ids=[1], sampling_params={"max_tokens": 9})
+        await made.generate("b", prompt_ids=[1], sampling_params={"max_tokens": 9})  # another turn
+        return output.extra_fields["turn"]
 
     return asyncio.run(run())
 
 
-def test_each_request_of_a_turn_is_noted_with_its_version(cpu_platform, monkeypatch):
+@pytest.fixture
+def clients(cpu_platform, monkeypatch):
+    """The clients' module, and verl's, which does not wait between two requests."""
     from verl.workers.rollout import llm_server
+
+    from verl_ext.rollout import client
 
     async def at_once(_):
         return None
 
-    answers = [([7, 7], 3, "aborted"), ([], 4, "aborted"), ([8], 5, "completed"), ([9], 6, "completed")]
-    assert noted(client(llm_server.LLMServerClient, answers[2:])) == [(1, 5)]
     monkeypatch.setattr(llm_server.asyncio, "sleep", at_once)
-    attempts = noted(client(llm_server.FullyAsyncLLMServerClient, answers))
-    assert attempts == [(2, 3), (0, 4), (1, 5)] and attempts.server == "10.0.0.3:80"
+    return client
 
 
-@pytest.mark.parametrize("kind", ["LLMServerClient", "FullyAsyncLLMServerClient"])
-def test_a_request_that_crossed_updates_is_noted_with_all_its_versions(cpu_platform, kind):
-    from verl.workers.rollout import llm_server
+def test_each_request_of_a_turn_is_noted_with_its_version(clients):
+    answers = [([7, 7], 3, "aborted"), ([], 4, "aborted"), ([8], 5, "completed"), ([9], 6, "completed")]
+    assert turn_of(client(clients.TurnClient, answers[2:])).written == [(1, 5)]
+    turn = turn_of(client(clients.AsyncTurnClient, answers))
+    assert turn.written == [(2, 3), (0, 4), (1, 5)] and turn.server == "10.0.0.3:80"
 
+
+@pytest.mark.parametrize("kind", ["TurnClient", "AsyncTurnClient"])
+def test_a_request_that_crossed_updates_is_noted_with_all_its_versions(clients, kind):
     answers = [([7, 8, 8], 3, "completed", {"version_runs": [(1, 3), (2, 4)]}), ([9], 6, "completed", {})]
-    assert noted(client(getattr(llm_server, kind), answers)) == [(1, 3), (2, 4)]
+    assert turn_of(client(getattr(clients, kind), answers)).written == [(1, 3), (2, 4)]
 
 
-def test_a_response_says_which_version_wrote_which_token(roll_out, tokenizer, encode, answer, monkeypatch):
+async def test_turns_at_the_same_time_are_noted_apart(clients):
+    """A client is shared by all rollouts of a worker."""
+    ends = {name: asyncio.Event() for name in "ab"}
+
+    async def generate(*, prompt_ids, **_):
+        await ends["ab"[prompt_ids[0]]].wait()
+        return TokenOutput(token_ids=prompt_ids, stop_reason="completed", extra_fields={"global_steps": prompt_ids[0]})
+
+    from verl.workers.rollout.replica import TokenOutput
+
+    made = client(clients.AsyncTurnClient, [])
+    made.keep_server("s:1", SimpleNamespace(generate=SimpleNamespace(remote=generate)))
+    turns = [made.generate(name, prompt_ids=[i], sampling_params={"max_tokens": 9}) for i, name in enumerate("ab")]
+    running = [asyncio.ensure_future(turn) for turn in turns]
+    await asyncio.sleep(0)
+    ends["b"].set()
+    assert (await running[1]).extra_fields["turn"].written == [(1, 1)]
+    ends["a"].set()
+    assert (await running[0]).extra_fields["turn"].written == [(1, 0)]
+
+
+def test_a_response_says_which_version_wrote_which_token(roll_out, tokenizer, encode, answer):
     """The second turn was aborted before its first token, and again after two; nothing of version 8 is in it."""
-    from verl_ext.rollout import loop
-
     call = encode("<code>print(1+1)</code>")
-    turns = iter([[(len(call), 6)], [(0, 8), (2, 7), (len(answer) - 2, 9)]])
-    servers = iter(["a:1", "b:1"])
-
-    class Noted:
-        def __enter__(self):
-            attempts = Attempts(next(turns))
-            attempts.server = next(servers)
-            attempts.lost = ["c:1"]
-            return attempts
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(loop, "noted_attempts", Noted)
-    recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}
-    output, *_ = roll_out(tokenizer, [call, answer], ["2"], recorder=recorder)
-    start, end = output.extra_fields["model_spans"][1]
+    requests = [
+        TurnRequests("a:1", [(len(call), 6)], ["c:1"]),
+        TurnRequests("b:1", [(0, 8), (2, 7), (len(answer) - 2, 9)], ["c:1"]),
+    ]
+    turns = [(ids, "completed", {"turn": each}) for ids, each in zip([call, answer], requests, strict=True)]
+    episode, *_ = roll_out(tokenizer, turns, ["2"])
+    start, end = episode.row.model_spans[1]
     expected = [(0, len(call), 6), (start, start + 2, 7), (start + 2, end, 9)]
-    assert output.extra_fields["version_spans"] == expected
-    assert output.extra_fields["lost_servers"] == ["c:1", "c:1"]
+    assert episode.row.version_spans == expected
+    assert episode.lost_servers == ["c:1", "c:1"]
+    (output,) = to_outputs(episode)
     assert [output.extra_fields[f"{bound}_global_steps"] for bound in ("min", "max")] == [6, 9]
-    assert [turn["server"] for turn in output.extra_fields["trajectory"]["turns"]] == ["a:1", "b:1"]
+    assert [turn.server for turn in episode.turns] == ["a:1", "b:1"]
 
 
 def test_without_a_client_of_verl_a_turn_has_the_version_that_its_server_reported(roll_out, tokenizer, encode, answer):
     turns = [(encode("<code>print(1+1)</code>"), "completed", {"global_steps": 5}), (answer, "completed", {})]
-    fields = roll_out(tokenizer, turns, ["2"])[0].extra_fields
-    assert [version for *_, version in fields["version_spans"]] == [5, None]
-    assert (fields["min_global_steps"], fields["max_global_steps"]) == (5, 5)
-    assert oldest(fields["version_spans"]) is None
+    episode = roll_out(tokenizer, turns, ["2"])[0]
+    assert [version for *_, version in episode.row.version_spans] == [5, None]
+    (output,) = to_outputs(episode)
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (5, 5)
+    assert episode.oldest_version() is None

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.rollout.rollouts import samples_of
-from verl_ext.rollout.weight_versions import noted_attempts
+from verl_ext.episode import Episode, EpisodeKey, Reward
 
 ROOT = Path(__file__).parents[3]
 
@@ -95,10 +95,10 @@ def test_a_reward_manager_that_does_not_say_how_a_rollout_ended_gets_it_added(to
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
-    worker._score_rollout = worker.reward_loop_worker_handles = None  # verl's reward workers have scored
-    fields = {"finish_reason": "sandbox_failure", "reward_extra_info": {"acc": 0.0, **told}}
-    asyncio.run(worker._compute_score([SimpleNamespace(reward_score=0.0, extra_fields=fields)], {}))
-    assert fields["reward_extra_info"] == {"acc": 0.0, "finish_reason": expected}
+    reward = Reward(0.0, {"acc": 0.0, **told})
+    episode = Episode(EpisodeKey("u", 0), finish_reason="sandbox_failure", reward=reward)
+    asyncio.run(worker._score(episode, {}))
+    assert episode.reward.info == {"acc": 0.0, "finish_reason": expected}
 
 
 ABORTED = {"finish_reason": "aborted"}
@@ -176,12 +176,12 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_and_not_sampled
 ) -> None:
     verdicts = []
 
-    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
-        verdicts.append(len(token_ids))
+    async def score(episode: Episode, sample: dict) -> Reward:
+        verdicts.append(len(episode.row.ids))
         if len(verdicts) == 1:
             raise RuntimeError("the verifier's own error")
         unverified = float(len(verdicts) < judged_at)
-        return {"reward_score": 0.0, "reward_extra_info": {"unverified": unverified, "finish_reason": "answer"}}
+        return Reward(0.0, {"unverified": unverified, "finish_reason": "answer"})
 
     _, (_, (fields, _)), _ = roll_out_prompt([failing(None)], validate=True, score=score)
     assert verdicts == [1] * min(judged_at, 3)
@@ -301,9 +301,9 @@ def test_the_ring_has_the_data_parallel_ranks_of_one_server_to_choose_from(routi
 @pytest.mark.parametrize(
     ("mode", "client"),
     [
-        ("sync", "LLMServerClient"),
-        ("colocate_async", "FullyAsyncLLMServerClient"),
-        ("separate_async", "FullyAsyncLLMServerClient"),
+        ("sync", "TurnClient"),
+        ("colocate_async", "AsyncTurnClient"),
+        ("separate_async", "AsyncTurnClient"),
     ],
 )
 async def test_loops_in_the_server_ask_it_directly_and_continue_after_an_update(
@@ -327,31 +327,25 @@ async def test_loops_in_the_server_ask_it_directly_and_continue_after_an_update(
     await asyncio.to_thread(workers._start_agent_loops, server, "10.0.0.1:1", config, None)
     server._server_task.cancel()
     assert type(made[0]).__name__ == client
-    with noted_attempts() as attempts:
-        name, handle = await made[0]._acquire_server("a rollout")
-    assert name == attempts.server == "10.0.0.1:1"
+    name, handle = await made[0]._acquire_server("a rollout")
+    assert name == "10.0.0.1:1"
     assert await handle.generate.remote(prompt_ids=[1]) == {"prompt_ids": [1]}
     made[0]._release_server(name, request_id="a rollout")
 
 
 async def test_the_load_balancer_is_asked_once() -> None:
-    from verl_ext.rollout.workers import skip_load_balancer
+    from verl_ext.rollout.client import TurnClient
 
-    class Client:
-        asked: list[str] = []
+    asked = []
 
-        async def _acquire_server(self, request_id: str, **extra: object) -> tuple[str, str]:
-            self.asked.append(request_id)
-            return "server_0", "handle"
+    async def acquire_server(request_id: str) -> tuple[str, str]:
+        asked.append(request_id)
+        return "server_0", "handle"
 
-        def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-            raise AssertionError("nothing was acquired that could be released")
-
-    client = Client()
-    skip_load_balancer(client)
+    client = TurnClient(None, SimpleNamespace(acquire_server=SimpleNamespace(remote=acquire_server)))
+    client._lb_require_acquire_fields = []  # as verl's router says
+    client.keep_server()
     for request_id in "abc":
-        with noted_attempts() as attempts:
-            assert await client._acquire_server(request_id, prompt_ids=[1]) == ("server_0", "handle")
-        client._release_server("server_0", request_id=request_id)
-        assert attempts.server == "server_0"
-    assert client.asked == ["a"]
+        assert await client._acquire_server(request_id, prompt_ids=[1]) == ("server_0", "handle")
+        client._release_server("server_0", request_id=request_id)  # the router has no `release_server`
+    assert asked == ["a"]

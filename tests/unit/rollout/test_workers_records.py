@@ -42,7 +42,7 @@ def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(ro
     assert [row["score"] for row in recorder.rows()] == [1.0, 2.0]
     ((group,),) = recorder.sent
     assert (group.uid, group.step, group.validate) == ("p", 7, False) and 0 < recorder.cpu_s[0]
-    assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
+    assert all(extra["episode"]["turns"] == [] for extra in fields.get("extra_fields").tolist())
 
 
 async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_one_waits_for_none() -> None:
@@ -53,7 +53,7 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
 
     def end(uid: str, others: int) -> None:
         worker._under_way = [SimpleNamespace(validate=True)] + others * [SimpleNamespace(validate=False)]
-        worker._send(SimpleNamespace(records=[], validate=False), {"uid": uid, "global_steps": 1})
+        worker._send(SimpleNamespace(episodes=[], validate=False), {"uid": uid, "global_steps": 1})
 
     end("a", 2)
     end("b", 1)

@@ -1,11 +1,12 @@
 """Rewards of a worker's rollouts that are not numbers stop the run, with a sentence that the trainer raises."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from verl_ext.episode import Episode, EpisodeKey, Reward
 
 
 async def rolled_out() -> tuple[list[int], None]:
@@ -26,9 +27,9 @@ def test_a_reward_that_is_not_a_number_stops_the_run_with_a_sentence(
     """The tag is there before the status by which the trainer looks for it. No other response would have another end,
     so that a validation does not try again."""
 
-    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
+    async def score(episode: Episode, sample: dict) -> Reward:
         given = {"reward": 1.0, "acc": 1.0, "pred": "nan", "note": None} | {name: value}
-        return {"reward_score": given.pop("reward"), "reward_extra_info": given}
+        return Reward(given.pop("reward"), given)
 
     row = {"index": 7, "data_source": "shop"}
     stored = roll_out_prompt([rolled_out], validate=validate, score=score, **row)
@@ -44,11 +45,11 @@ async def test_what_is_a_number_becomes_a_float(value: Any) -> None:
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker, info = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), {"acc": value, "score": value, "pred": "x"}
-    worker._score_rollout = worker.reward_loop_worker_handles = None
-    output = SimpleNamespace(reward_score=value, extra_fields={"reward_extra_info": info})  # of verl's reward workers
-    await worker._compute_score([output], {})
-    assert [type(each) for each in (output.reward_score, info["acc"], info["score"])] == [float] * 3
-    assert output.reward_score == info["acc"] == info["score"] == 1.0 and info["pred"] == "x"
+    episode = Episode(EpisodeKey("u", 0), reward=Reward(value, info))  # of a loop that scores
+    await worker._score(episode, {})
+    score, info = episode.reward.score, episode.reward.info
+    assert [type(each) for each in (score, info["acc"], info["score"])] == [float] * 3
+    assert score == info["acc"] == info["score"] == 1.0 and info["pred"] == "x"
 
 
 def test_a_verifier_that_is_broken_in_a_process_of_verls_stops_the_run_with_its_own_sentence(roll_out_prompt) -> None:
@@ -57,7 +58,7 @@ def test_a_verifier_that_is_broken_in_a_process_of_verls_stops_the_run_with_its_
 
     from verl_ext.reward.numbers import BrokenReward
 
-    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
+    async def score(episode: Episode, sample: dict) -> Reward:
         raise RayTaskError("score", "a traceback", BrokenReward("the sentence")).as_instanceof_cause()
 
     stored = roll_out_prompt([rolled_out], score=score)

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.test_configs import composed_once
+from verl_ext.episode import EpisodeKey
 from verl_ext.settings import compose_run as composed
 
 MODES = ["sync", "colocate_async", "separate_async"]
@@ -111,7 +112,12 @@ def advantages(make, monkeypatch):
     import transfer_queue as tq
     from verl.utils import tensordict_utils as tu
 
+    from verl_ext.records import recorder
+    from verl_ext.settings import RecorderSettings
     from verl_ext.trainer.run_records import RunRecords
+    from verl_ext.trainer.selection import Selection
+
+    monkeypatch.setattr(recorder, "start", lambda *_: None)  # nothing is sent to it
 
     def advantages(
         rewards,
@@ -125,21 +131,21 @@ def advantages(make, monkeypatch):
         padding=(),
         **others,
     ):
-        """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote: `mask`.
+        """`rewards`: key -> reward of a row of three tokens, the second of which a tool wrote: `mask`.
 
         `lengths`: key -> tokens of a response, all its own, instead; `padding`: keys of verl's; `others`: further
         columns, values by row.
         """
         settings = [f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=false", *overrides]
         trainer, _ = make(*settings, objective=objective)
-        trainer.replay_buffer.fillers, trainer.replay_buffer.baseline_only = set(fillers), set(baseline_only)
+        trainer.replay_buffer.selection = Selection(frozenset(fillers), frozenset(map(EpisodeKey.parse, baseline_only)))
         masks = [torch.ones(lengths[key], dtype=torch.long) if lengths else torch.tensor(mask) for key in rewards]
         masks = [own * (key not in padding) for key, own in zip(rewards, masks, strict=True)]
         scores = [torch.zeros(len(own)) for own in masks]
         for score, reward in zip(scores, rewards.values(), strict=True):
             score[-1] = reward
         columns = {
-            "uid": [key.split("_")[0] for key in rewards],
+            "uid": [EpisodeKey.parse(key).uid for key in rewards],
             "response_mask": masks,
             "rm_scores": scores,
             **others,
@@ -163,17 +169,18 @@ def advantages(make, monkeypatch):
         batch = tq.KVBatchMeta(
             partition_id="train", keys=[*rewards], tags=[{"is_padding": key in padding} for key in rewards]
         )
-        trainer._records = records = RunRecords.__new__(RunRecords)
-        records._cpu_s = 0.0
+        settings = RecorderSettings(token_share=0.0, keep_steps=1, max_gb=1)
+        trainer._records = records = RunRecords(settings, trainer.config)
         trainer._compute_advantage(batch, {})
         for key, row in stored.items():
             own = set(row["advantages"][row["response_mask"].bool()].tolist())
-            scaled, told = own.pop() if len(own) == 1 else None, records._advantages[key]
+            scaled, told = own.pop() if len(own) == 1 else None, records._advantages[EpisodeKey.parse(key)]
             assert (told is None) == (scaled is None)
             if told is not None:  # the loss has it times a factor of the mean
                 assert told * scaled > 0 or told == scaled == 0
                 unit = trainer.config.actor_rollout_ref.actor.policy_loss.get("unit", "mini_batch")
-                assert told == pytest.approx(scaled) or unit != "mini_batch" or padding
+                are_episodes = not padding and all(EpisodeKey.parse(key).row == 0 for key in stored)
+                assert told == pytest.approx(scaled) or unit != "mini_batch" or not are_episodes
         return {key: row["advantages"].tolist() for key, row in stored.items()}
 
     return advantages

@@ -2,24 +2,20 @@
 
 from types import SimpleNamespace
 
+from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, summary_of
+
 MAX_LOOKS = 300  # a buffer that has looked this often would wait forever
 
 
-def info(acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, **fields):
-    """`extra_fields` of one trajectory, as RetoolAgentLoop and RetoolRewardManager (`fields`) write it."""
-    from verl_ext.rollout.tool_use import ToolUse
-
-    defaults = {"sandbox_failure": 0.0, "unverified": 0.0, "truncated": 0.0, "response_tokens": 10.0}
-    use = ToolUse(ok=ok, void_turns=void_turns).as_dict() | {"errors": errors or {}}
+def info(acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, versions=(), lost=(), rows=1, **fields):
+    """`extra_fields` of each row of an episode, as RetoolAgentLoop and RetoolRewardManager (`fields`) write it."""
+    defaults = {"sandbox_failure": 0.0, "unverified": 0.0, "response_tokens": 10.0}
     reward = defaults | {"acc": float(acc), "train_acc": float(acc), "finish_reason": finish_reason} | fields
-    return {
-        "reward_extra_info": reward,
-        "finish_reason": finish_reason,
-        "tool_use": use,
-        "model_spans": [(0, int(reward["response_tokens"]))],
-        "truncated": reward["truncated"],
-        "response_tokens": reward["response_tokens"],
-    }
+    spans = [(0, int(reward["response_tokens"]))]
+    row = TokenRow(model_spans=spans, version_spans=[(*spans[0], v) for v in versions])
+    use = ToolUse(ok=ok, void_turns=void_turns, errors=errors or {})
+    episode = Episode(EpisodeKey("u", 0), [row] * rows, finish_reason, use, lost_servers=list(lost))
+    return {"reward_extra_info": reward, SUMMARY: summary_of(episode)}
 
 
 MIXED, RIGHT, WRONG = [info(0), info(1)], [info(1), info(1)], [info(0), info(0)]
@@ -62,8 +58,9 @@ class FakeQueue:
             group = self.groups[uid]
             self.tags[uid]["status"] = "failure" if group is RAISED else "finished"
             for i, extra in enumerate(MIXED[:1] if group is RAISED else group):
-                self.tags[f"{uid}_{i}_0"] = {"status": "success", "seq_len": 7}
-                self.values[f"{uid}_{i}_0"] = SimpleNamespace(data=extra)
+                for row in range(len(extra[SUMMARY]["rows"]) if SUMMARY in extra else 1):
+                    self.tags[f"{uid}_{i}_{row}"] = {"status": "success", "seq_len": 7}
+                    self.values[f"{uid}_{i}_{row}"] = SimpleNamespace(data=extra)
             if (
                 group is RAISED and self.partition == "train"
             ):  # as TransferQueue where a put failed: a key without data and tag

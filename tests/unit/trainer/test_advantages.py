@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from verl_ext.episode import EpisodeKey
+
 # A group of four of which one failed: a copy of session 0 takes its place. Valid rewards 1, 0, 0.
-FILLED = {"a_0_0": 1.0, "a_1_0": 0.0, "a_2_0": 0.0, "a_0_1": 1.0}
+COPY = str(EpisodeKey("a", 0, copy=1))
+FILLED = {"a_0_0": 1.0, "a_1_0": 0.0, "a_2_0": 0.0, COPY: 1.0}
 NO_STD = "algorithm.norm_adv_by_std_in_grpo=false"
 
 
@@ -27,14 +30,15 @@ def first(found):
 def test_a_copy_is_outside_of_the_baseline_of_every_estimator(advantages, estimator, expected):
     found = advantages(FILLED, (), estimator, NO_STD)
     assert first(found) == pytest.approx(expected, abs=1e-6)
-    assert found["a_0_1"] == found["a_0_0"] == pytest.approx([expected[0], 0.0, expected[0]], abs=1e-6)
+    assert found[COPY] == found["a_0_0"] == pytest.approx([expected[0], 0.0, expected[0]], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_vectorized", "rloo", "reinforce_plus_plus_baseline", "maxrl"])
 def test_a_group_of_one_has_advantage_0(advantages, estimator):
     """verl gives it its score, 1 or .999999. A copy of the only one does not make it a group of two."""
-    found = advantages({"one_0_0": 1.0, "one_0_1": 1.0} | FILLED, (), estimator, NO_STD)
-    assert found["one_0_0"] == found["one_0_1"] == [0.0, 0.0, 0.0] and found["a_0_0"][0] > 0.1
+    copy = str(EpisodeKey("one", 0, copy=1))
+    found = advantages({"one_0_0": 1.0, copy: 1.0} | FILLED, (), estimator, NO_STD)
+    assert found["one_0_0"] == found[copy] == [0.0, 0.0, 0.0] and found["a_0_0"][0] > 0.1
 
 
 def test_a_group_of_one_trains_if_the_estimator_has_no_groups(advantages):
@@ -108,12 +112,54 @@ def test_grpo_of_whole_groups_is_verls(advantages):
     assert first(found) == pytest.approx([0.8660, -0.8660, 0.8660, -0.8660], abs=1e-4)
 
 
-def test_another_output_of_a_session_has_one_number_at_each_of_its_tokens(advantages):
-    """Session 0 has two outputs of 3 and 2 tokens; its last one is in the baseline: 1, 0."""
-    rewards = {"a_0_0": 1.0, "a_0_1": 1.0, "a_1_0": 0.0}
-    lengths = {"a_0_0": 3, "a_0_1": 2, "a_1_0": 1}
-    found = advantages(rewards, (), "rloo", lengths=lengths)
-    assert found == {"a_0_0": [1.0, 1.0, 1.0], "a_0_1": [1.0, 1.0], "a_1_0": [-1.0]}
+# Episodes of several rows ---------------------------------------------------------------------------------------------
+
+TWO_ROWS = {"a_0_0": 3, "a_0_1": 2, "a_1_0": 1}  # key -> tokens; the group has two episodes, of rewards 1 and 0
+REWARDS_OF_ROWS = {"a_0_0": 1.0, "a_0_1": 1.0, "a_1_0": 0.0}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "rloo_vectorized", "grpo_vectorized", "maxrl"])
+def test_an_episode_of_two_rows_is_once_in_the_baseline_and_shares_its_advantage(advantages, estimator):
+    """Mean 1/2 of two episodes, and not 2/3 of three rows; the other one of two: 1 - 0, 0 - 1. MaxRL: by the mean."""
+    found = advantages(REWARDS_OF_ROWS, (), estimator, NO_STD, lengths=TWO_ROWS)
+    one = {"grpo": 0.5, "grpo_vectorized": 0.5**0.5}.get(estimator, 1.0)  # vectorized: by the std, 1 / sqrt 2
+    for key, tokens in TWO_ROWS.items():
+        assert found[key] == pytest.approx([-one if key == "a_1_0" else one] * tokens, abs=1e-5)
+
+
+def test_an_episode_of_two_rows_alone_in_its_group_has_advantage_0(advantages):
+    found = advantages({"one_0_0": 1.0, "one_0_1": 1.0} | FILLED, (), "rloo")
+    assert found["one_0_0"] == found["one_0_1"] == [0.0, 0.0, 0.0]
+
+
+def test_the_last_row_is_in_the_baseline_in_whatever_order_the_batch_has_the_rows(advantages):
+    """The rows have unequal rewards here, so that the baseline shows which one it took: 1 less that of session 1."""
+    rewards = {"a_0_10": 1.0, "a_1_0": 0.5, "a_0_2": 0.0, "a_0_0": 0.0}
+    found = advantages(rewards, (), "rloo")
+    assert first(found) == [0.5, -0.5, 0.5, 0.5]
+
+
+def test_the_copy_of_an_episode_of_two_rows_has_its_advantage_in_both(advantages):
+    """Session 2 failed. Rewards 1, 0: mean 1/2, also with the copy."""
+    first_row, last_row = (str(EpisodeKey("a", 0, copy=1, row=row)) for row in (0, 1))
+    rewards = REWARDS_OF_ROWS | {first_row: 1.0, last_row: 1.0}
+    found = advantages(rewards, (), "grpo", NO_STD, lengths=TWO_ROWS | {first_row: 3, last_row: 2})
+    assert (found[first_row], found[last_row]) == ([0.5] * 3, [0.5] * 2) and found["a_1_0"] == [-0.5]
+
+
+@pytest.mark.parametrize("baseline_only", [(), {"a_0_0"}])
+def test_a_mean_over_responses_counts_episodes(advantages, baseline_only):
+    """verl divides by 4 rows, one of which is its padding, although there are 2 episodes."""
+    rewards, lengths = REWARDS_OF_ROWS | {"x_0_0": 0.0}, TWO_ROWS | {"x_0_0": 1}
+    batch = {"lengths": lengths, "padding": {"x_0_0"}, "baseline_only": baseline_only}
+    found = advantages(rewards, (), "grpo", NO_STD, objective="grpo", **batch)
+    one = 0.0 if baseline_only else 0.5 * 4 / 2
+    assert found == {"a_0_0": [one] * 3, "a_0_1": [one] * 2, "a_1_0": [-0.5 * 4 / 2], "x_0_0": [0.0]}
+
+
+def test_a_filler_has_no_advantage_in_any_row(advantages):
+    found = advantages(REWARDS_OF_ROWS | {"b_0_0": 1.0, "b_1_0": -1.0}, {"a"}, "grpo", NO_STD)
+    assert first(found) == [0.0, 0.0, 0.0, 1.0, -1.0]
 
 
 # SimpleTIR: a response with a void turn stays in the baseline ---------------------------------------------------------
@@ -169,14 +215,14 @@ def test_verls_trainer_gets_the_sum_of_squared_probabilities(advantages, estimat
     """As objectives/test_tir_otb.py: W 1, 2 and 1.5, 3; A .6 and -.4. The third row is a copy of the first."""
     ones = torch.ones(3)
     found = advantages(
-        {"a_0_0": 1.0, "a_1_0": 0.0, "a_0_1": 1.0},
+        {"a_0_0": 1.0, "a_1_0": 0.0, COPY: 1.0},
         (),
         estimator,
         objective="tir_otb",
         old_log_probs=[ones * math.log(0.5), ones * math.log(0.25), ones * math.log(0.5)],
         sum_pi_squared=[ones, ones, ones],
     )
-    assert found["a_0_0"] == found["a_0_1"] == pytest.approx([0.6, 0.0, 0.6])
+    assert found["a_0_0"] == found[COPY] == pytest.approx([0.6, 0.0, 0.6])
     assert found["a_1_0"] == pytest.approx([-0.4, 0.0, -0.4])
 
 

@@ -3,7 +3,9 @@
 import pytest
 
 from tests.unit.trainer.prompt_groups import info
+from verl_ext.episode import EpisodeKey
 
+COPY = str(EpisodeKey("a", 1, copy=1))
 ON = ("retool.record_batches.enable=true", "retool.record_batches.every=2")
 PROMPT = 2  # tokens
 
@@ -69,11 +71,11 @@ def recorded(make, queue, monkeypatch):
     import transfer_queue as tq
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    right = info(1, ok=3, errors={"timeout": 1}) | {"min_global_steps": 4, "max_global_steps": 5}
+    right = info(1, ok=3, errors={"timeout": 1})
     wrong = info(0, void_turns=1)
     second = ([1, 0, 1], [-0.5, 0.0, -0.25], -1.0, wrong)
     queue |= {"a_0_0": response([1, 1], [-1.5, -2.5], 1.0, right), "a_1_0": response(*second)}
-    queue |= {"a_1_1": response(*second), "pad_0_0": response([0], [0.0], 0.0, {})}
+    queue |= {COPY: response(*second), "pad_0_0": response([0], [0.0], 0.0, {})}
     trainer, _ = make(*ON)
     trainer.actor_rollout_wg, trainer.local_trigger_step = Workers(queue), 0
 
@@ -83,7 +85,7 @@ def recorded(make, queue, monkeypatch):
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    tags = [{}, {}, {}, {"is_padding": True}]
+    tags = [{"min_global_steps": 4, "max_global_steps": 5}, {}, {}, {"is_padding": True}]
     return trainer, tq.KVBatchMeta(partition_id="train", keys=[*queue], tags=tags, extra_info={"x": 1})
 
 
@@ -116,19 +118,28 @@ def test_other_steps_and_later_batches_of_a_step_cost_nothing(recorded, tmp_path
     assert trainer.actor_rollout_wg.asked == [] and not (tmp_path / "recorded_batches").exists()
 
 
-def test_of_several_outputs_of_a_session_the_last_is_recorded_in_whatever_order_the_batch_has_them(
+def test_of_several_rows_of_an_episode_the_last_is_recorded_in_whatever_order_the_batch_has_them(
     recorded, queue, tmp_path
 ):
+    """Session 1 has three rows. The batch has the last of them before the others, and a copy of it after them."""
     import torch
 
     from verl_ext.runs.batch_file import read_batch
 
     trainer, batch = recorded
-    queue["a_1_1"]["rm_scores"] = torch.tensor([0.0, 0.0, 1.0])
-    batch.reorder([2, 1, 0, 3])
+    for row in (1, 2):
+        queue[f"a_1_{row}"] = queue["a_1_0"] | {"rm_scores": torch.tensor([0.0, 0.0, row / 2])}
+    last, old = {"min_global_steps": 8, "max_global_steps": 9}, {"min_global_steps": 0, "max_global_steps": 0}
+    batch.keys = ["a_1_2", "a_1_0", *batch.keys[:1], "a_1_1", str(EpisodeKey("a", 1, 1, row=2)), batch.keys[-1]]
+    batch.tags = [last, old, batch.tags[0], old, last, batch.tags[-1]]
+    queue[batch.keys[4]] = queue["a_1_2"]
     trainer.global_steps = 2
     trainer._update_actor(batch, {})
-    assert sorted(read_batch(tmp_path, 2).scores.tolist()) == [1.0, 1.0]
+    found = read_batch(tmp_path, 2)
+    assert sorted(zip(found.scores.tolist(), found.calls.tolist(), found.versions, strict=True)) == [
+        (1.0, 0, (8, 9)),
+        (1.0, 4, (4, 5)),
+    ]
 
 
 def test_it_is_off_unless_it_is_asked_for(make):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, summary_of
 from verl_ext.settings import compose_run
 
 
@@ -25,18 +26,13 @@ def composed(run: str, *overrides: str) -> DictConfig:
 
 
 def rollout(rng: random.Random) -> dict[str, Any]:
-    from verl_ext.rollout.tool_use import ToolUse
-
     acc = float(rng.random() < 0.3)
     failed = float(rng.random() < 0.1)
-    reward = {"acc": acc, "train_acc": acc, "truncated": 0.0, "response_tokens": rng.randint(1, 99) + 0.1}
+    reward = {"acc": acc, "train_acc": acc, "response_tokens": rng.randint(1, 99) + 0.1}
     reward |= {"unverified": 0.0, "sandbox_failure": failed, "finish_reason": "answer", "score": acc, "reward": acc}
-    return {
-        "reward_extra_info": reward,
-        "finish_reason": "sandbox_failure" if failed else "answer",
-        "tool_use": ToolUse(ok=rng.randint(0, 3), run_s=rng.random()).as_dict(),
-        "model_spans": [(0, 9)],
-    }
+    use, row = ToolUse(ok=rng.randint(0, 3), run_s=rng.random()), TokenRow(model_spans=[(0, 9)])
+    episode = Episode(EpisodeKey("u", 0), [row], "sandbox_failure" if failed else "answer", use)
+    return {"reward_extra_info": reward, SUMMARY: summary_of(episode)}
 
 
 class Queue:

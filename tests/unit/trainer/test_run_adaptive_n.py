@@ -38,12 +38,16 @@ def test_without_the_option_no_number_is_given(make, submitted):
     assert submitted.numbers == [None, None] and trainer.replay_buffer.on_group_end is None
 
 
+@pytest.mark.parametrize("option", [ADAPTIVE, ()], ids=["adaptive n", "episodes of several rows"])
 @pytest.mark.parametrize("dp_size", [1, 3])
-def test_a_step_has_as_many_updates_whatever_its_responses(make, monkeypatch, dp_size):
-    """16 prompts, mini-batches of 8: 2 updates. 130 responses on 3 ranks: 132 of them with padding, 66 an update."""
+def test_a_step_has_as_many_updates_whatever_its_rows(make, monkeypatch, dp_size, option):
+    """16 prompts, mini-batches of 8: 2 updates. 130 rows on 3 ranks: 132 of them with padding, 66 an update."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    trainer, _ = make(*ADAPTIVE)
+    from verl_ext.trainer.selection import Selection
+
+    trainer, _ = make(*option)
+    trainer.replay_buffer.selection = Selection(has_several_rows=not option)
     multiple = trainer._get_required_batch_multiple(dp_size)
     assert multiple == 2 * dp_size
     padded = -(-130 // multiple) * multiple

@@ -74,13 +74,12 @@ def test_a_validation_of_the_run_leaves_its_journal_of_servers_as_it_is(started,
     assert read_servers(tmp_path) is None and not trainer._fleet._events
 
 
-def test_without_it_all_is_verls(started, tmp_path):
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
-
+def test_without_it_servers_are_not_watched(started, tmp_path):
     from verl_ext.ledger.servers import read_servers
+    from verl_ext.rollout.client import AsyncTurnClient
 
     trainer = started("retool.fleet.health.enable=false")
-    assert type(trainer.get_llm_client()) is FullyAsyncLLMServerClient and trainer._fleet is None
+    assert type(trainer.get_llm_client()) is AsyncTurnClient and trainer._fleet is None
     assert isinstance(trainer.standalone_checkpoint_manager, SimpleNamespace) and read_servers(tmp_path) is None
 
 

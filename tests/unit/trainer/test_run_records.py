@@ -10,10 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, summary_of
 from verl_ext.outcome import PromptEnd
 from verl_ext.settings import RecorderSettings
+from verl_ext.trainer.selection import Selection
 
-SPANS = {"model_spans": [(0, 2), (3, 4)], "version_spans": [(0, 2, 5), (3, 4, 6)]}
+ROW = TokenRow(model_spans=[(0, 2), (3, 4)], version_spans=[(0, 2, 5), (3, 4, 6)])
+EXTRA_FIELDS = {SUMMARY: summary_of(Episode(EpisodeKey("u", 0), [ROW], use=ToolUse()))}
 KEYS = [f"{uid}_{session}_0" for uid in "abcd" for session in (0, 1)]
 MASK = [1, 1, 0, 1]
 
@@ -48,12 +51,12 @@ def nested(rows):
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
-def note_advantages(records, stored, **factors):
+def note_advantages(records, stored, factors=()):
     """Note the advantages of the batch in the queue, as the trainer does."""
     advantages, masks = (
         torch.tensor([row[name] for row in stored.values()]) for name in ("advantages", "response_mask")
     )
-    records.note_advantages([([*stored], advantages, masks)], factors)
+    records.note_advantages([([*stored], advantages, masks)], dict(factors))
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
             "loss_mask": MASK,
             "rollout_log_probs": [-1.0, -2.0, 0.0, -3.0],
             "advantages": [0.5] * 4 if i else [0.5, 0.25, 0.0, 0.5],
-            "extra_fields": SPANS,
+            "extra_fields": EXTRA_FIELDS,
         }
         for i, key in enumerate(KEYS)
     }
@@ -109,7 +112,7 @@ TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
 @pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
 def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, groups):
     records, handle, batch, stored = make(share)
-    records.take(3, batch, (), TOKENIZER, {})
+    records.take(3, batch, Selection(), TOKENIZER)
     marks = {key: row["record"] for key, row in stored.items() if row.get("record", -1) >= 0}
     assert len({key[0] for key in marks}) == groups and KEYS[-1] not in marks
     assert ("record" in batch.fields) is bool(groups), "what the actor fetches"
@@ -123,17 +126,41 @@ def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, g
     assert texts == {token: f"<{token}>" for token in set(columns["id"].tolist())}
 
 
-def test_of_a_session_only_the_last_output_has_tokens(make):
-    """A copy of a rollout, in the place of one that failed, is a further output of its session."""
+def test_of_an_episode_only_the_last_row_has_tokens(make):
     records, handle, batch, stored = make(1.0)
-    stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2]}
+    of_row = [[(0, 4)], [(0, 1), (2, 4)]]
+    rows = [TokenRow(model_spans=spans, version_spans=[(*span, 7) for span in spans]) for spans in of_row]
+    summary = {SUMMARY: summary_of(Episode(EpisodeKey("a", 0), rows, use=ToolUse()))}
+    stored["a_0_0"]["extra_fields"] = summary
+    stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2], "advantages": [-1.0] * 4}
     batch.keys, batch.tags = ["a_0_1", *KEYS], [{}, *batch.tags]
     note_advantages(records, stored)
-    records.take(3, batch, (), TOKENIZER, {})
+    records.take(3, batch, Selection(), TOKENIZER)
     columns = handle.of("tokens")[0][1]
     sessions = list(zip(columns["uid"], columns["session"], strict=True))
     assert len(sessions) == len(set(sessions)) == 7 and 99 in columns["id"] and 12 not in columns["id"]
     assert stored["a_0_0"]["record"] == -1 and stored["a_0_1"]["record"] >= 0
+    at = columns["id"].tolist().index(99) - 2
+    assert columns["version"][at : at + 4].tolist() == [7, -1, 7, 7]
+    records.end_step(3, {}, ())
+    assert handle.of("end_step")[0][0].taken[EpisodeKey("a", 0)] == -1.0
+
+
+def test_a_copy_is_recorded_as_the_episode_that_it_copies(make):
+    """It is in the place of an episode that failed: its tokens are there once, and its advantage is the original's."""
+    records, handle, batch, stored = make(1.0)
+    copy = str(EpisodeKey("b", 1, copy=1))
+    stored[copy] = dict(stored["b_1_0"])
+    batch.keys, batch.tags = [copy, *KEYS], [{}, *batch.tags]
+    note_advantages(records, stored)
+    records.take(3, batch, Selection(), TOKENIZER)
+    columns = handle.of("tokens")[0][1]
+    sessions = list(zip(columns["uid"], columns["session"], strict=True))
+    assert len(sessions) == len(set(sessions)) == 7 and ("b", 1) in sessions
+    assert sorted([stored[copy]["record"] >= 0, stored["b_1_0"]["record"] >= 0]) == [False, True]
+    records.end_step(3, {}, ())
+    taken = handle.of("end_step")[0][0].taken
+    assert len(taken) == 7 and taken[EpisodeKey("b", 1)] == 0.5
 
 
 def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
@@ -153,14 +180,14 @@ def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
         return get(**asked)
 
     monkeypatch.setattr(tq, "kv_batch_get", get_in_a_thread)
-    records.take(3, batch, (), TOKENIZER, {})
+    records.take(3, batch, Selection(), TOKENIZER)
     records.end_step(3, {}, ())
     assert handle.of("end_step")[0][1] > 0.04
 
 
 def test_the_columns_of_a_response_are_those_of_the_queue(make):
     records, handle, batch, _ = make(1.0)
-    records.take(3, batch, (), TOKENIZER, {})
+    records.take(3, batch, Selection(), TOKENIZER)
     columns = handle.of("tokens")[0][1]
     assert columns["id"][:4].tolist() == [10, 11, 12, 2] and columns["mask"][:4].tolist() == [True, True, False, True]
     assert columns["turn"][:4].tolist() == [0, 0, 1, 2] and columns["version"][:4].tolist() == [5, 5, -1, 6]
@@ -171,7 +198,7 @@ def test_the_columns_of_a_response_are_those_of_the_queue(make):
 def test_a_second_batch_of_the_step_has_other_numbers_and_no_text_twice(make):
     records, handle, batch, _ = make(1.0)
     for _ in range(2):
-        records.take(3, batch, {"c"}, TOKENIZER, {})
+        records.take(3, batch, Selection(fillers=frozenset("c")), TOKENIZER)
     (_, first, texts), (_, second, again) = handle.of("tokens")
     assert not set(first["record"].tolist()) & set(second["record"].tolist())
     assert texts and again == {}
@@ -204,7 +231,7 @@ def test_a_bug_in_the_records_fails_no_step_and_is_reported_once(make, caplog):
         raise ValueError("no such token")
 
     for step in (3, 4):
-        records.take(step, batch, (), SimpleNamespace(decode=decode), {})
+        records.take(step, batch, Selection(), SimpleNamespace(decode=decode))
         records.end_step(step, {}, None)
     assert caplog.text.count("could not be made of a batch, due to a bug in verl_ext") == 1
     assert caplog.text.count("could not be made of a step, due to a bug in verl_ext") == 1
@@ -224,12 +251,14 @@ def test_sending_counts_in_the_next_step(make):
 def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(make):
     records, handle, batch, stored = make(0.0)
     stored["b_1_0"]["response_mask"] = [0, 0, 0, 0]
-    note_advantages(records, stored, c_0_0=0.0, c_1_0=0.5)
-    records.take(3, batch, {"c"}, TOKENIZER, {"b_1_0": "void"})
+    void = EpisodeKey("b", 1)
+    note_advantages(records, stored, {EpisodeKey("c", 0): 0.0, EpisodeKey("c", 1): 0.5})
+    records.take(3, batch, Selection(frozenset("c"), left_out={void: "void"}), TOKENIZER)
     records.end_step(3, {"c": PromptEnd.EQUAL}, ())
     ((fates, cpu_s),) = handle.of("end_step")
-    expected = {"a_0": None, "b_1": None, "c_0": 0.0, "c_1": 0.5} | dict.fromkeys(("a_1", "b_0", "d_0"), 0.5)
-    assert fates.taken == expected and fates.left_out == {"b_1": "void"}
+    expected = dict(a_0=None, a_1=0.5, b_0=0.5, b_1=None, c_0=0.0, c_1=0.5, d_0=0.5)
+    assert fates.taken == {EpisodeKey.parse(f"{key}_0"): advantage for key, advantage in expected.items()}
+    assert fates.left_out == {void: "void"}
     assert fates.fillers == {"c"} and cpu_s > 0
     ends = {uid: str(end) for uid, end in fates.ends.items()}
     assert ends == {"a": "trained", "b": "trained", "c": "equal", "d": "trained"}
@@ -273,7 +302,7 @@ def test_intervals_are_reported_at_the_end_of_a_round_even_if_it_raised(make):
 def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
     records, handle, batch, _ = make(1.0)
     for step, has_checkpoint in ((3, False), (4, True)):
-        records.take(step, batch, (), TOKENIZER, {})
+        records.take(step, batch, Selection(), TOKENIZER)
         records.end_step(step, {}, ())
         assert handle.messages == step - 3
         if has_checkpoint:
@@ -286,7 +315,7 @@ def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
 def test_what_a_step_that_raised_had_reported_is_written_at_the_close(make, monkeypatch):
     records, handle, batch, _ = make(1.0)
     monkeypatch.setattr("verl_ext.records.recorder.close", lambda actor: None)
-    records.take(3, batch, (), TOKENIZER, {})
+    records.take(3, batch, Selection(), TOKENIZER)
     records.close()
     assert [name for name, *_ in handle.told] == ["tokens"]
 

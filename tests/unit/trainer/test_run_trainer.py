@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.unit.trainer.conftest import MODES, ON
+from tests.unit.trainer.prompt_groups import info
+from verl_ext.episode import EpisodeKey
 from verl_ext.records import store
 
 
@@ -113,13 +114,6 @@ def test_dedicated_servers_join_and_leave_while_the_run_continues_and_never_whil
     assert asked == [[]]
 
 
-def test_the_config_that_verl_hands_on_to_the_agent_loops_has_the_new_path_of_their_yaml(make):
-    key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
-    with pytest.warns(FutureWarning, match="is now verl_ext/rollout/agent_loops.yaml"):
-        trainer, _ = make(f"{key}=verl_ext/agent_loop/agent_loops.yaml")
-    assert OmegaConf.select(trainer.config, key) == "verl_ext/rollout/agent_loops.yaml"
-
-
 def test_with_all_options_off_the_loop_is_verls(make):
     trainer, calls = make(accs={2: 0.5, 4: 0.0, 6: 0.0})
     trainer.fit(None)
@@ -189,14 +183,14 @@ def test_shares_of_a_step_are_of_its_tokens_however_many_each_of_its_batches_has
 
 
 def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, tmp_path):
-    from collections import Counter
-
     from verl_ext.trainer.exclusions import Ended
+    from verl_ext.trainer.selection import StepEnds
 
     trainer, calls = make("trainer.test_freq=-1", steps=3)
     excluded = {1: 0, 2: 1, 3: 60}
-    trainer.replay_buffer.take_ended = lambda: Ended(
-        rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[trainer.global_steps])
+
+    trainer.replay_buffer.take_ends = lambda: StepEnds(
+        Ended(rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[trainer.global_steps]))
     )
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
         trainer.fit(None)
@@ -207,7 +201,7 @@ def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, ca
     assert "step 3: verifier_unknown kept 60.0% of 100 rollouts out of training (0.5% of 200" in caplog.text
 
     resumed, calls = make("trainer.test_freq=-1", steps=3, resume_at=2)
-    resumed.replay_buffer.take_ended = lambda: Ended(rollouts=100, groups=10)
+    resumed.replay_buffer.take_ends = lambda: StepEnds(Ended(rollouts=100, groups=10))
     resumed.fit(None)
     assert calls.logged[3]["failure/run_share_verifier_unknown"] == pytest.approx(1 / 300)
 
@@ -290,7 +284,7 @@ def test_records_are_resumed_and_closed_even_if_early_stop_starts_no_step(make, 
 
 def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a_validation(make, told):
     trainer, calls = make(steps=3, resume_at=2)
-    trainer._ledger = trainer._exclusions = None  # as with a sampler that reports nothing
+    trainer._sampler = trainer._ledger = trainer._exclusions = None  # as with a sampler that reports nothing
     said = told(trainer)
     trainer.fit(None)
     assert said[0] == ("resume", 2) and calls.steps == [3] and said[-1] == ("close",)
@@ -337,15 +331,16 @@ def test_the_pass_of_the_reference_and_scores_of_another_model_are_intervals(mak
     assert [each["what"] for each in intervals] == ["log_probs", "score"]
 
 
-@pytest.mark.parametrize(("cut", "expected"), [((1.0, 0.0, 0.0, 1.0), 0.5), ((0.0,) * 4, 0.0), ((None,) * 4, 0.25)])
+@pytest.mark.parametrize(("cut", "expected"), [((1, 1, 0, 0), 0.5), ((0,) * 4, 0.0), ((None,) * 4, 0.25)])
 def test_the_clip_ratio_is_the_share_that_the_limit_cut_and_not_of_the_batchs_longest(make, monkeypatch, cut, expected):
     """verl's own is .25 here: one of four is as long as the longest. It stays if a loop notes no end."""
     import transfer_queue as tq
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     names = ("response_length/clip_ratio", "response_length_non_aborted/clip_ratio")
-    keys = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "padding_0_0"]
-    ends = dict(zip(keys, [{} if each is None else {"truncated": each} for each in cut], strict=False))
+    keys = ["a_0_0", str(EpisodeKey("a", 0, copy=1)), "a_1_0", "b_0_0", "padding_0_0"]
+    made = {None: {}, 0: info(1), 1: info(0, finish_reason="max_tokens")}
+    ends = dict(zip(keys, [made[each] for each in cut], strict=False))
     trainer, _ = make()
     monkeypatch.setattr(
         PPOTrainer,

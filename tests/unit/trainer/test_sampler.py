@@ -125,7 +125,7 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
     assert 5 in sampled(batch) and len(sampled(batch)) == 2
     assert metrics["filter_groups/generated"] == 6 and metrics["filter_groups/filled_with_equal"] == 1
     assert "step 7: only 1 of 2 groups had unequal rewards after 6 prompts (max_num_gen_batches=3)" in caplog.text
-    assert buffer.fillers == {f"uid-{i}" for i in sampled(batch) if i != 5}
+    assert buffer.selection.fillers == {f"uid-{i}" for i in sampled(batch) if i != 5}
     assert set(queue.tags) == set(batch.keys)
 
 
@@ -158,29 +158,31 @@ def test_the_remedy_is_that_of_most_groups(make):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rollout_of_several_outputs_is_refused(make, monkeypatch, mode):
-    import transfer_queue
+def test_a_group_whose_episode_has_two_rows_is_sampled_whole(make, mode):
+    """Figures count episodes: 1 right of 2 in the first group, 2 of 2 in the one that is replaced with all its rows."""
+    long, equal = [info(1, rows=2), info(0)], [info(1, rows=3), info(1)]
+    queue, buffer = make([long, equal, MIXED], batch_size=2, mode=mode)
+    batch, metrics = buffer.sample(1, "train", 2)
+    assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_0_1", "uid-0_1_0", "uid-2_0_0", "uid-2_1_0"]
+    assert set(queue.tags) == set(batch.keys) and buffer.selection.has_several_rows
+    assert metrics["train/acc"] == 4 / 6 and metrics["train/model_tokens"] == (20 + 10 + 30 + 10 + 10 + 10) / 6
+    ends = buffer.take_ends()
+    assert ends.ended.rollouts == 6 and ends.fates["uid-0"] == {"trained": 2} and ends.fates["uid-1"].total() == 2
 
-    queue, buffer = make([MIXED, MIXED], batch_size=2, mode=mode)
 
-    def kv_list():
-        found = queue.kv_list()
-        if "uid-1_0_0" in queue.tags:
-            queue.tags["uid-1_0_1"], queue.values["uid-1_0_1"] = queue.tags["uid-1_0_0"], queue.values["uid-1_0_0"]
-            found = {"train": {key: dict(tag) for key, tag in queue.tags.items()}}
-        return found
-
-    monkeypatch.setattr(transfer_queue, "kv_list", kv_list)
-    with pytest.raises(ValueError, match=r"several outputs for one rollout \(uid-1_0_1\); expected one.*Join them"):
-        buffer.sample(1, "train", 2)
+def test_several_rows_are_named_only_of_groups_that_are_in_the_batch(make):
+    _, buffer = make([MIXED, [info(1, rows=2), info(0)]], batch_size=2, mode="separate_async")
+    found = []
+    for _ in range(2):
+        buffer.sample(1, "train", 1)
+        found.append(buffer.selection.has_several_rows)
+    assert found == [False, True]
 
 
 def test_a_reward_manager_that_reports_only_acc_has_its_metrics(make):
-    def plain(acc, **loop):
-        return {"reward_extra_info": {"acc": acc}, **loop}
-
-    told = {"finish_reason": "answer", "truncated": 1.0, "response_tokens": 30.0}
-    _, buffer = make([[plain(1.0, **told), plain(0.0)], MIXED], batch_size=2, metric="acc")
+    foreign = {"reward_extra_info": {"acc": 0.0}}
+    own = info(1, finish_reason="max_tokens", response_tokens=30) | {"reward_extra_info": {"acc": 1.0}}
+    _, buffer = make([[own, foreign], MIXED], batch_size=2, metric="acc")
     _, metrics = buffer.sample(1, "train", 2)
     of_these = {name: value for name, value in metrics.items() if name.startswith("train/")}
     # the second rollout is of another project's loop, which reports no length; those of MIXED have 10 tokens

@@ -14,6 +14,7 @@ from tests.unit.trainer.prompt_groups import (
     info,
     keys_of,
 )
+from verl_ext.episode import SUMMARY, EpisodeKey
 
 
 @pytest.fixture
@@ -28,12 +29,24 @@ def test_a_group_with_more_than_half_valid_is_filled_with_copies_of_valid_rollou
     keys = keys_of(batch)
     assert len(keys) == 5 and set(queue.tags) == set(keys)
     assert {"uid-0_0_0", "uid-0_2_0", "uid-0_3_0"} < set(keys)  # the valid ones; 1 and 4 are gone
-    copies = [key for key in keys if key.endswith("_1")]  # further outputs of their session
-    assert len(copies) == 2 and not {"uid-0_1_1", "uid-0_4_1"} & set(copies)
+    copies = [key for key in map(EpisodeKey.parse, keys) if key.copy]
+    assert len(copies) == 2 and not {1, 4} & {key.session for key in copies}
     for key in copies:
-        assert queue.values[key] is queue.values[f"{key[:-1]}0"] and queue.tags[key]["seq_len"] == 7
+        assert queue.values[str(key)] is queue.values[str(key.original)] and queue.tags[str(key)]["seq_len"] == 7
     assert (metrics["failure/groups_filled"], metrics["failure/groups_dropped"]) == (1, 0)
     assert metrics["failure/sandbox_failure"] == 2
+
+
+def test_a_group_is_filled_with_whole_episodes_and_rid_of_whole_ones(make):
+    """Every episode has two rows; the first one failed."""
+    group = [info(i % 2, rows=2, sandbox_failure=float(i == 0)) for i in range(4)]
+    queue, buffer = make([group], batch_size=1)
+    batch, _ = buffer.sample(1, "train", 1)
+    keys = [EpisodeKey.parse(key) for key in batch.keys]
+    assert len(keys) == 8 and set(queue.tags) == set(batch.keys)
+    episodes = {key.episode for key in keys}
+    assert len(episodes) == 4 and sum(key.copy for key in episodes) == 1 and EpisodeKey("uid-0", 0) not in episodes
+    assert {(key.episode, key.row) for key in keys} == {(key, row) for key in episodes for row in (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -53,11 +66,13 @@ def test_half_of_a_group_must_be_valid_and_its_valid_rewards_unequal(make, group
 
 
 def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_only(make):
-    """By verl's own function, with the keys that the buffer returns. Rewards 1, -1, 1, sample std 2/sqrt(3)."""
+    """With the keys that the buffer returns. Rewards 1, -1, 1, sample std 2/sqrt(3)."""
     import numpy as np
     import torch
     from verl import DataProto
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    from verl_ext.trainer.advantages import group_advantages
 
     accs = [1, 0, 1, 0, 0]
     queue, buffer = make([group_of(*accs, failed=(3, 4))], batch_size=1)
@@ -65,9 +80,9 @@ def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_only(make)
     scores = torch.tensor([[2.0 * queue.values[key].data["reward_extra_info"]["acc"] - 1] for key in batch.keys])
     data = DataProto.from_dict(
         tensors={"token_level_rewards": scores, "response_mask": torch.ones(len(batch.keys), 1)},
-        non_tensors={"uid": np.array([key.split("_")[0] for key in batch.keys], dtype=object)},
+        non_tensors={"uid": np.array([EpisodeKey.parse(key).uid for key in batch.keys], dtype=object)},
     )
-    data = compute_advantage_for_multi_trajectories(data, batch.keys, adv_estimator="grpo", num_repeat=5)
+    data = group_advantages(compute_advantage_for_multi_trajectories, data, batch.keys, "grpo", num_repeat=5)
     # mean 1/3; (1 - 1/3) / (2/sqrt 3) = 0.577; (-1 - 1/3) / (2/sqrt 3) = -1.155
     by_hand = {1.0: 0.57735, -1.0: -1.1547}
     assert len(batch.keys) == 5
@@ -94,13 +109,13 @@ def test_void_turns_are_left_out_if_requested_but_not_forever(make, mode):
     queue, buffer = make([all_void, one_void], batch_size=1, void_turn_filter=True, mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert "uid-1_2_0" not in batch.keys and len(keys_of(batch, "uid-1")) == 3 == len(batch.keys)
-    assert buffer.left_out == {"uid-1_2_0": "left out of the batch: void_turn"}
+    assert buffer.selection.left_out == {EpisodeKey("uid-1", 2): "left out of the batch: void_turn"}
     assert metrics["failure/void_turn"] == 4 and metrics["failure/groups_dropped"] == 0
     assert metrics["turn/void_rate"] == 4 / 6
 
     queue, buffer = make([all_void] * 9, batch_size=1, max_num_gen_batches=2, void_turn_filter=True, mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
-    assert len(batch.keys) == 3 and metrics["filter_groups/filled_with_equal"] == len(buffer.fillers) == 1
+    assert len(batch.keys) == 3 and metrics["filter_groups/filled_with_equal"] == len(buffer.selection.fillers) == 1
 
 
 def test_counts_of_a_step_are_counts_although_verl_averages_over_its_mini_batches(make):
@@ -162,17 +177,17 @@ def test_a_filler_is_without_its_failed_rollouts(make, mode):
     queue.submit(1)
     batch, metrics = buffer.sample(1, "train", 2)
     assert metrics["filter_groups/filled_with_equal"] == metrics["failure/groups_filled"] == 2
-    for uid in buffer.fillers:
-        keys = keys_of(batch, uid)
+    for uid in buffer.selection.fillers:
+        keys = [EpisodeKey.parse(key) for key in keys_of(batch, uid)]
         failed = int(uid.removeprefix("uid-")) % 3
-        assert len(keys) == 3 and not any(key.startswith(f"{uid}_{failed}_") for key in keys)
+        assert len(keys) == 3 and failed not in {key.session for key in keys}
 
 
 def test_the_copies_that_fill_a_group_are_drawn_from_all_valid_rollouts(make):
     queue, buffer = make([group_of(1, 0, 1, 0, failed=(1,))] * 40, batch_size=40)
     batch, _ = buffer.sample(1, "train", 40)
-    copied = [key.split("_")[1] for key in batch.keys if key.endswith("_1")]
-    counts = [copied.count(session) for session in "0123"]
+    copied = [key.session for key in map(EpisodeKey.parse, batch.keys) if key.copy]
+    counts = [copied.count(session) for session in range(4)]
     assert counts[1] == 0 and sum(counts) == 40
     assert min(counts[0], counts[2], counts[3]) >= 5  # 13 of each are expected
 
@@ -190,17 +205,19 @@ def test_the_trainer_is_told_what_ended_once(make, mode):
     groups = [RIGHT, SANDBOX_DOWN, RAISED, UNVERIFIED, [info(1, void_turns=1), info(0), info(1)], MIXED]
     queue, buffer = make(groups + [MIXED] * 9, batch_size=6, mode=mode, void_turn_filter=True)
     buffer.sample(1, "train", 6)
-    ended = buffer.take_ended()
+    ended = buffer.take_ends().ended
     assert ended.groups == len(queue.groups) and not queue.in_flight
     assert +ended.excluded == {"sandbox_failure": 1, "verifier_unknown": 1, "raised": 1, "void_turn": 1}
     assert ended.rollouts == 2 * (ended.groups - 2) + 3  # all but the group that raised; one has three
     assert ended.raised == {"uid-2"}
-    assert buffer.take_ended().groups == 0
+    assert buffer.take_ends().ended.groups == 0
 
 
 def test_the_trainer_is_told_which_servers_were_lost_under_requests(make, monkeypatch):
-    first, second = info(1) | {"lost_servers": ["a:80", "b:80", "a:80"]}, info(0) | {"lost_servers": ["a:80"]}
-    monkeypatch.setitem(MIXED[0], "lost_servers", ["c:80"])  # of the group that raised, the rollout that did not
+    first, second = info(1, lost=["a:80", "b:80", "a:80"]), info(0, lost=["a:80"])
+    monkeypatch.setitem(
+        MIXED[0], SUMMARY, info(0, lost=["c:80"])[SUMMARY]
+    )  # of the group that raised, the one that did not
     _, buffer = make([RAISED, [first, second]], batch_size=1)
     buffer.sample(1, "train", 1)
-    assert buffer.take_ended().lost == {"a:80": 3, "b:80": 1, "c:80": 1} and not buffer.take_ended().lost
+    assert buffer.take_ends().ended.lost == {"a:80": 3, "b:80": 1, "c:80": 1} and not buffer.take_ends().ended.lost

@@ -64,9 +64,9 @@ class Run:
         warm_up = BATCH if self.mode != "sync" and not self.queue.groups else 0
         self.submit(warm_up + (self.buffer.num_to_submit(BATCH) if self.mode == "sync" else BATCH))
         batch, _ = self.buffer.sample(self.step, "train", BATCH)
-        ended, ends = self.buffer.take_ended(), self.buffer.take_prompt_ends()
-        rollouts = self.buffer.take_fates(), ended.lost, ended.raised
-        self.ledger.end_step(self.step, *ends, len(prompts_in_queue()), *rollouts)
+        ends = self.buffer.take_ends()
+        rollouts = ends.fates, ends.ended.lost, ends.ended.raised
+        self.ledger.end_step(self.step, ends.prompts, ends.waiting, len(prompts_in_queue()), *rollouts)
         self.checkpoint = (self.step, self._queue(), list(self.told))
         if self.mode != "sync":
             self.buffer.get_sampleable_count(self.step, "train")  # as `on_step_end` of separate_async may
@@ -100,8 +100,8 @@ def groups_of_four(seed, void=0.25):
     def rollout():
         failed = rng.random() < 0.06
         end = {"sandbox_failure": 1.0, "finish_reason": "sandbox_failure"} if failed else {}
-        made = info(rng.randrange(2), void_turns=int(rng.random() < void), **end)
-        return made | {"version_spans": [(0, 10, rng.randrange(STEPS))]}
+        acc, void_turns = rng.randrange(2), int(rng.random() < void)
+        return info(acc, void_turns=void_turns, versions=[rng.randrange(STEPS)], **end)
 
     return {f"uid-{i}": RAISED if rng.random() < 0.05 else [rollout() for _ in range(4)] for i in range(900)}
 
@@ -112,7 +112,7 @@ def play(run, seed):
     trained, taken = Counter(), {}
     while run.step < STEPS:
         batch = run.one_step()
-        taken[run.step] = {key.split("_")[0] for key in batch.keys} - run.buffer.fillers
+        taken[run.step] = {key.split("_")[0] for key in batch.keys} - run.buffer.selection.fillers
         chance = rng.random()
         if chance < 0.6:
             run.save()

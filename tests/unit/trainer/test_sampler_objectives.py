@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker, info, keys_of
+from verl_ext.episode import EpisodeKey
 from verl_ext.outcome import PromptEnd
 from verl_ext.trainer.sampler import DapoReplayBuffer
 
@@ -18,8 +19,11 @@ def test_void_turns_stay_in_the_group_and_are_named_for_the_loss(make_buffer, mo
     queue, buffer = make_buffer([group, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_1_0", "uid-0_2_0"]
-    assert buffer.left_out == {"uid-0_1_0": "in the baseline of its group, not in the loss: void_turn"}
-    assert buffer.baseline_only == {"uid-0_1_0"} and metrics["failure/groups_filled"] == 0
+    void = EpisodeKey("uid-0", 1)
+    assert buffer.selection.left_out == {void: "in the baseline of its group, not in the loss: void_turn"}
+    assert buffer.selection.baseline_only == {void} and metrics["failure/groups_filled"] == 0
+    trains = [buffer.selection.trains(EpisodeKey("uid-0", session)) for session in range(3)]
+    assert trains == [True, False, True] and not buffer.selection.trains(EpisodeKey("uid-0", 1, row=7))
 
 
 def test_a_copy_of_a_void_rollout_is_not_in_the_loss_either(make_buffer):
@@ -28,8 +32,9 @@ def test_a_copy_of_a_void_rollout_is_not_in_the_loss_either(make_buffer):
     group = [info(1), info(0, void_turns=1), info(1, void_turns=1), failed, failed]
     queue, buffer = make_buffer([group], batch_size=1, void_turn_filter="loss")
     batch, _ = buffer.sample(1, "train", 1)
-    assert len(batch.keys) == 5 and buffer.baseline_only < set(batch.keys)
-    assert len(buffer.baseline_only) >= 3
+    keys, baseline_only = [EpisodeKey.parse(key) for key in batch.keys], buffer.selection.baseline_only
+    assert len(keys) == 5 and baseline_only == {key for key in keys if key.session in (1, 2)}
+    assert len(baseline_only) >= 3 and not any(map(buffer.selection.trains, baseline_only))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -38,8 +43,8 @@ def test_a_group_of_only_void_rollouts_is_replaced(make_buffer, mode):
     void = [info(1, void_turns=1), info(0, void_turns=1)]
     _, buffer = make_buffer([void, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
     batch, _ = buffer.sample(1, "train", 1)
-    assert sorted(batch.keys) == ["uid-1_0_0", "uid-1_1_0"] and not buffer.fillers
-    assert buffer.take_prompt_ends()[0] == {"uid-0": PromptEnd.VOID, "uid-1": PromptEnd.TRAINED}
+    assert sorted(batch.keys) == ["uid-1_0_0", "uid-1_1_0"] and not buffer.selection.fillers
+    assert buffer.take_ends().prompts == {"uid-0": PromptEnd.VOID, "uid-1": PromptEnd.TRAINED}
 
 
 def test_a_filler_of_void_rollouts_is_in_the_baseline_of_no_loss(make_buffer):
@@ -47,7 +52,9 @@ def test_a_filler_of_void_rollouts_is_in_the_baseline_of_no_loss(make_buffer):
     void = [info(1, void_turns=1), info(0, void_turns=1)]
     _, buffer = make_buffer([void] * 2, batch_size=1, void_turn_filter="loss", max_num_gen_batches=1)
     batch, _ = buffer.sample(1, "train", 1)
-    assert len(buffer.fillers) == 1 and len(batch.keys) == 2 and buffer.left_out == {}
+    chosen = buffer.selection
+    assert len(chosen.fillers) == 1 and len(batch.keys) == 2 and chosen.left_out == {}
+    assert not any(chosen.trains(EpisodeKey.parse(key)) for key in batch.keys)
 
 
 # Right with 2 of 2 calls failed, right without an error, wrong twice: of 4, 2 are kept, one right and one wrong.
@@ -62,6 +69,17 @@ def test_half_of_a_group_is_kept_the_cleaner_right_answer(make_buffer, mode):
     batch, metrics = buffer.sample(1, "train", 1)
     assert sorted(keys_of(batch)) == ["uid-0_1_0", "uid-0_2_0"] and set(queue.tags) == set(batch.keys)
     assert metrics["train/acc"] == 0.5, "accuracy is of all that was generated"
+
+
+def test_an_episode_that_is_left_out_goes_with_all_its_rows(make_buffer):
+    group = [info(1, errors={"error": 2}, rows=2), info(0, rows=3), info(1, ok=2, rows=2), info(0, errors={"error": 1})]
+    queue, buffer = make_buffer([group], batch_size=1, resample="code")
+    batch, _ = buffer.sample(1, "train", 1)
+    rows = {0: 2, 1: 3, 2: 2, 3: 1}
+    kept = {2, 3 if EpisodeKey("uid-0", 1) in buffer.selection.left_out else 1}
+    assert {key.session for key in buffer.selection.left_out} == rows.keys() - kept
+    assert sorted(batch.keys) == [f"uid-0_{session}_{row}" for session in sorted(kept) for row in range(rows[session])]
+    assert set(queue.tags) == set(batch.keys)
 
 
 def test_what_infrastructure_failed_is_left_out_first(make_buffer):

@@ -28,7 +28,7 @@ def test_fillers_never_take_the_place_of_useful_groups_that_are_ready(make, mode
     queue.submit(3, global_steps=2)
     batch, metrics = buffer.sample(2, "train", 3)
     assert sampled(batch) == [4, 5, 6]
-    assert metrics["filter_groups/filled_with_equal"] == 0 and buffer.fillers == set()
+    assert metrics["filter_groups/filled_with_equal"] == 0 and buffer.selection.fillers == set()
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -38,7 +38,8 @@ def test_if_useful_groups_are_missing_the_oldest_equal_ones_fill_up(make, mode):
         queue.submit(1, global_steps=step)
     batch, metrics = buffer.sample(6, "train", 4)
     assert sampled(batch) == [2, 3, 5, 6]  # the useful one, and those of the steps 1, 1 and 2
-    assert buffer.fillers == {"uid-2", "uid-3", "uid-6"} and metrics["filter_groups/filled_with_equal"] == 3
+    assert buffer.selection.fillers == {"uid-2", "uid-3", "uid-6"}
+    assert metrics["filter_groups/filled_with_equal"] == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -55,7 +56,7 @@ def test_equal_groups_fill_a_batch_before_those_of_void_turns(make, mode):
     queue, buffer = make([VOID, RIGHT] * 3, batch_size=3, max_num_gen_batches=1, void_turn_filter=True, mode=mode)
     queue.submit(3)
     batch, _ = buffer.sample(1, "train", 3)
-    assert sampled(batch) == [1, 3, 5] == sorted(int(uid.removeprefix("uid-")) for uid in buffer.fillers)
+    assert sampled(batch) == [1, 3, 5] == sorted(int(uid.removeprefix("uid-")) for uid in buffer.selection.fillers)
 
 
 def test_that_equal_groups_are_taken_is_reported_once_in_each_step(make, caplog):

@@ -5,13 +5,16 @@ import math
 import re
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from verl_ext.episode import Episode, EpisodeKey
+from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
-from verl_ext.records.trajectories import problem_columns, raised_columns
+from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.view import group
 
 GROUP = "/run/0/step_000002/group"
@@ -198,8 +201,8 @@ def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_fo
     """Nothing is known of it except what it raised: prompt, verdict, turns, calls and score are null."""
     path = store.path_of(run_folder, "trajectories", 1)
     sample = {"uid": "s1-p1", "global_steps": 1, "extra_info": {"id": "sum/1"}, "data_source": "sums"}
-    columns = raised_columns(session, OSError("a lost server"), started_s=1.0, ended_s=2.0)
-    row = problem_columns(sample, validate=False) | columns
+    raised = Episode(EpisodeKey("s1-p1", session), finish_reason=RolloutEnd.RAISED, exception="OSError: a lost server")
+    row = problem_columns(sample, validate=False) | to_record(replace(raised, started_s=1.0, ended_s=2.0))
     others = [each for each in store.read(path).to_pylist() if (each["uid"], each["session"]) != ("s1-p1", session)]
     store.rewrite(path, lambda _: [row | {"outcome": "failed"}, *others])
     for page in ("/run/0/step_000001/group", "/run/0/step_000001/sample"):

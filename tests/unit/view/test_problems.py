@@ -1,4 +1,4 @@
-"""The same problem over time and between runs: figures as `python -m verl_ext.evaluate` has them."""
+"""The same problem over time and between runs: figures as `python -m verl_ext.evaluation` has them."""
 
 import json
 import statistics

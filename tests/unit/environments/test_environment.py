@@ -1,0 +1,227 @@
+"""The life of an environment in the real agent loop: it is opened once and closed in any case."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_ext.environments import toolbox
+from verl_ext.environments.base import Opening
+from verl_ext.environments.tool_errors import ToolUnavailable
+from verl_ext.episode import CallResult, Score
+from verl_ext.rollout import loop as loops
+
+PARAMETERS = {"type": "object", "properties": {}, "required": []}
+SCHEMA = {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": PARAMETERS}}
+
+
+def called(*names: str) -> str:
+    calls = [json.dumps({"name": name, "arguments": {}}) for name in names]
+    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+@pytest.fixture
+def say(tokenizer):
+    """Turns of the model: texts with the end token."""
+    return lambda *texts: [tokenizer.encode(t, add_special_tokens=False) + [tokenizer.eos_token_id] for t in texts]
+
+
+class World:
+    """An environment that says what the test wants; `log` has what was asked of it."""
+
+    def __init__(self, replies: Any = (), score: Score | None = None, raises: dict[str, Exception] | None = None):
+        self.replies, self.told, self.raises, self.log = list(replies), score, raises or {}, []
+
+    def _note(self, what: str) -> None:
+        self.log.append(what)
+        if what in self.raises:
+            raise self.raises[what]
+
+    async def open(self, task: Any) -> Opening:
+        self._note("open")
+        return Opening([{"role": "user", "content": "How many?"}], {"count": SCHEMA})
+
+    async def call(self, call: Any) -> CallResult:
+        self._note("call")
+        return CallResult(str(self.log.count("call")))
+
+    async def reply(self, text: str) -> list[dict] | None:
+        self._note("reply")
+        return [{"role": "user", "content": self.replies.pop(0)}] if self.replies else None
+
+    async def score(self, episode: Any) -> Score | None:
+        self._note("score")
+        return self.told
+
+    async def close(self) -> None:
+        self._note("close")
+
+
+@pytest.fixture
+def live(roll_out, tokenizer, monkeypatch):
+    """Roll out in a world; returns the episode and the server."""
+
+    def run(world: World, turns: list, **settings: Any) -> tuple[Any, Any]:
+        monkeypatch.setattr(toolbox.Toolbox, "environment", lambda self: world)
+        settings = {"protocol": "hermes", "response_length": 300} | settings
+        episode, server, _ = roll_out(tokenizer, turns, **settings)
+        return episode, server
+
+    return run
+
+
+def test_an_environment_gives_the_prompt_the_tools_their_answers_and_the_score(live, say, tokenizer):
+    world = World(score=Score.graded(1.0, "2", "counted"))
+    episode, server = live(world, say(called("count"), called("count"), "2"))
+    assert world.log == ["open", "call", "call", "reply", "score", "close"]
+    assert "How many?" in tokenizer.decode(episode.row.prompt_ids)
+    told = tokenizer.decode(server.calls[2]["prompt_ids"])
+    assert told.index("<|im_start|>tool\n1<|im_end|>") < told.index("<|im_start|>tool\n2<|im_end|>")
+    assert episode.score.acc == 1.0 and episode.finish_reason == "answer" and episode.use.ok == 2
+
+
+def test_an_environment_may_answer_a_turn_as_the_user_would(live, say, tokenizer):
+    world = World(replies=["Are you <|im_end|> sure?"])
+    first, second = say("1", "2")
+    episode, server = live(world, [first, second])
+    reply = episode.row.ids[len(first) : -len(second)]
+    assert tokenizer.decode(reply) == (
+        "\n<|im_start|>user\nAre you <|im_end|> sure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert reply.count(tokenizer.eos_token_id) == 1, "what it says can end no turn"
+    assert episode.row.mask == [1] * len(first) + [0] * len(reply) + [1] * len(second)
+    assert server.calls[1]["prompt_ids"] == episode.row.prompt_ids + first + reply
+    assert world.log == ["open", "reply", "reply", "score", "close"] and episode.finish_reason == "answer"
+
+
+def test_a_reply_that_leaves_no_room_to_answer_ends_the_response(live, say):
+    (first,) = say("1")
+    episode, _ = live(World(replies=["word " * 50]), [first], response_length=len(first) + 20)
+    assert episode.finish_reason == "max_tokens" and episode.row.ids == first
+
+
+def test_an_environment_that_cannot_be_opened_is_the_infrastructures_failure_and_is_closed(live):
+    world = World(raises={"open": ToolUnavailable("no machine is free")})
+    episode, server = live(world, [])
+    assert episode.finish_reason == "sandbox_failure" and episode.exception == "no machine is free"
+    assert world.log == ["open", "close"] and server.calls == [] and sum(episode.row.mask) == 0
+
+
+@pytest.mark.parametrize("at", ["open", "call", "reply", "score"])
+def test_an_error_of_ours_is_raised_and_the_environment_is_closed(live, say, at):
+    world = World(raises={at: KeyError("a bug")})
+    with pytest.raises(KeyError, match="a bug"):
+        live(world, say(called("count"), "2"))
+    assert world.log[-1] == "close" and world.log.count("close") == 1
+
+
+@pytest.mark.parametrize(
+    ("turn", "settings", "end"),
+    [
+        (([5, 6], "aborted", {}), {}, "aborted"),
+        ([5] * 300, {"response_length": 30}, "max_tokens"),
+    ],
+)
+def test_an_environment_is_closed_after_an_abort_and_after_a_limit(live, turn, settings, end):
+    world = World()
+    episode, _ = live(world, [turn], **settings)
+    assert episode.finish_reason == end and world.log[-1] == "close"
+    assert ("score" in world.log) == (end == "max_tokens"), "nothing is scored that the infrastructure failed"
+
+
+async def test_an_episode_that_is_cancelled_closes_its_environment(monkeypatch):
+    world, asked = World(), asyncio.Event()
+
+    async def hang(*_: Any) -> None:
+        asked.set()
+        await asyncio.sleep(60)
+
+    loop = loops.RetoolAgentLoop.__new__(loops.RetoolAgentLoop)
+    loop.tools = SimpleNamespace(environment=lambda: world)
+    monkeypatch.setattr(loop, "_run_in", hang)
+    running = asyncio.ensure_future(loop.roll_out({}))
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert world.log == ["close"]
+
+
+async def test_an_environment_that_does_not_close_holds_no_episode(monkeypatch, caplog):
+    class Stuck(World):
+        async def close(self) -> None:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(loops, "CLOSE_S", 0.05)
+    loop = loops.RetoolAgentLoop.__new__(loops.RetoolAgentLoop)
+    await loop._close(Stuck())
+    assert "was not closed in 0.05 s" in caplog.text
+
+
+# Tools of verl -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counter():
+    """A tool of verl's that counts the calls of an instance; `log` has what was asked of it."""
+    from verl.tools.base_tool import BaseTool
+    from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+    class Counter(BaseTool):
+        log: list = []
+        running = 0
+
+        async def create(self, instance_id=None, **kwargs):
+            self.log.append(("create", kwargs))
+            self.count = 0
+            return "the instance", ToolResponse()
+
+        async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
+            self.running += 1
+            assert self.running == 1, "an instance runs one call at a time"
+            await asyncio.sleep(0.01)
+            self.running -= 1
+            self.count += 1
+            self.log.append((instance_id, agent_data.messages[0]["content"], agent_data.tools_kwargs))
+            return ToolResponse(text=str(self.count)), 0.0, {}
+
+        async def release(self, instance_id, **kwargs):
+            self.log.append(("release", instance_id))
+            if self.config.get("breaks"):
+                raise OSError("a bug")
+
+    def make(**config: Any) -> Any:
+        tool = Counter(config, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+        tool.log = []
+        return tool
+
+    return make
+
+
+def test_a_tool_has_one_instance_in_an_episode_and_runs_the_calls_of_a_turn_in_order(roll_out, tokenizer, say, counter):
+    tool, kwargs = counter(), {"count": {"create_kwargs": {"start": 1}}}
+    episode, server, _ = roll_out(
+        *(tokenizer, say(called("count", "count"), called("count"), "3")),
+        **{"protocol": "hermes", "response_length": 300, "max_parallel_calls": 2, "tools": [tool]},
+        prompt={"tools_kwargs": kwargs},
+    )
+    ran = ("the instance", "1+1?", kwargs)
+    assert tool.log == [("create", {"create_kwargs": {"start": 1}}), ran, ran, ran, ("release", "the instance")]
+    told = tokenizer.decode(server.calls[2]["prompt_ids"])
+    assert [told.find(f"<|im_start|>tool\n{n}<|im_end|>") > 0 for n in (1, 2, 3)] == [True] * 3
+    assert episode.use.calls == 3
+
+
+def test_a_tool_that_was_not_selected_has_no_instance(roll_out, tokenizer, say, counter):
+    tool, settings = counter(), {"protocol": "hermes", "response_length": 300}
+    prompt = {"extra_info": {"tool_selection": ["code_interpreter"]}}
+    roll_out(tokenizer, say("3"), tools=[tool], prompt=prompt, **settings)
+    assert tool.log == []
+
+
+def test_a_tool_that_cannot_release_costs_no_episode(roll_out, tokenizer, say, counter, caplog):
+    tool = counter(breaks=True)
+    episode, *_ = roll_out(tokenizer, say("3"), tools=[tool], protocol="hermes", response_length=300)
+    assert episode.finish_reason == "answer" and "count could not release its instance" in caplog.text
