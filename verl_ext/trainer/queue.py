@@ -99,6 +99,8 @@ def copy_episodes(
     """Put each episode into the queue once more, and into the sampler's snapshot of it; return source -> copy."""
     copies = {source: replace(source, copy=1) for source in sources}
     rows = {text: str(replace(copies[key.episode], row=key.row)) for text, key in _rows(snapshot, copies)}
+    if not rows:
+        return {}
     data = tq.kv_batch_get(keys=[*rows], partition_id=partition_id)
     tags = [dict(snapshot[text]) for text in rows]
     tq.kv_batch_put(keys=[*rows.values()], partition_id=partition_id, fields=data, tags=tags)
@@ -109,7 +111,8 @@ def copy_episodes(
 def remove(partition_id: str, episodes: Collection[EpisodeKey], snapshot: dict[str, dict]) -> None:
     """Remove episodes from the queue and from the sampler's snapshot of it."""
     rows = [text for text, _ in _rows(snapshot, episodes)]
-    tq.kv_clear(keys=rows, partition_id=partition_id)
+    if rows:
+        tq.kv_clear(keys=rows, partition_id=partition_id)
     for text in rows:
         del snapshot[text]
 

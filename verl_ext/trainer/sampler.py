@@ -383,6 +383,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._end(useful, PromptEnd.TRAINED)
         baseline_only: set[EpisodeKey] = set()
         left_out: dict[EpisodeKey, str] = {}
+        sources: list[EpisodeKey] = []
+        gone: set[EpisodeKey] = set()
         for uid in uids:
             group = self._groups.pop(uid)
             baseline_only |= set(group.void)
@@ -392,15 +394,16 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._counts.ages += ages * (uid in useful)
             if self.resample:
                 left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")
-                remove(partition_id, group.dropped, snapshot)
+                gone |= {*group.dropped}
             elif group.excluded and not group.is_lost():
                 # Copies of valid ones, drawn at random, replace the excluded. More are valid: none is drawn twice.
-                sources = self._rng.sample(list(group.valid), len(group.excluded))
-                copies = copy_episodes(partition_id, sources, snapshot)
-                baseline_only |= {copies[source] for source in sources if source in group.void}
-                remove(partition_id, group.excluded, snapshot)
+                sources += self._rng.sample(list(group.valid), len(group.excluded))
+                gone |= group.excluded.keys()
                 left_out |= {key: f"left out of the batch: {reason}" for key, reason in group.excluded.items()}
                 self._counts.filled += 1
-        taken = (key for key in map(EpisodeKey.parse, snapshot) if key.uid in uids)
-        several = any(key.row for key in taken)
+        copies = copy_episodes(partition_id, sources, snapshot)
+        baseline_only |= {copy for source, copy in copies.items() if source in baseline_only}
+        remove(partition_id, gone, snapshot)
+        chosen = set(uids)
+        several = any(key.row for key in map(EpisodeKey.parse, snapshot) if key.uid in chosen)
         self.selection = Selection(frozenset(uids) - useful, frozenset(baseline_only), left_out, several)
