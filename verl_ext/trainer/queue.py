@@ -1,6 +1,6 @@
 """Calls of trainer and sampler to TransferQueue: prompts in it, ends of responses, copies and removals, the wait."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +98,7 @@ def copy_episodes(
 ) -> dict[EpisodeKey, EpisodeKey]:
     """Put each episode into the queue once more, and into the sampler's snapshot of it; return source -> copy."""
     copies = {source: replace(source, copy=1) for source in sources}
-    rows = {text: str(replace(copies[key.episode], row=key.row)) for text, key in _rows(snapshot, copies)}
+    rows = {text: str(replace(copies[key.episode], row=key.row)) for text, key in _rows(snapshot, copies.keys())}
     if not rows:
         return {}
     data = tq.kv_batch_get(keys=[*rows], partition_id=partition_id)
@@ -108,7 +108,7 @@ def copy_episodes(
     return copies
 
 
-def remove(partition_id: str, episodes: Collection[EpisodeKey], snapshot: dict[str, dict]) -> None:
+def remove(partition_id: str, episodes: Set[EpisodeKey], snapshot: dict[str, dict]) -> None:
     """Remove episodes from the queue and from the sampler's snapshot of it."""
     rows = [text for text, _ in _rows(snapshot, episodes)]
     if rows:
@@ -117,5 +117,5 @@ def remove(partition_id: str, episodes: Collection[EpisodeKey], snapshot: dict[s
         del snapshot[text]
 
 
-def _rows(snapshot: Iterable[str], episodes: Collection[EpisodeKey]) -> list[tuple[str, EpisodeKey]]:
+def _rows(snapshot: Iterable[str], episodes: Set[EpisodeKey]) -> list[tuple[str, EpisodeKey]]:
     return [(text, key) for text in snapshot if (key := EpisodeKey.parse(text)).episode in episodes]

@@ -394,11 +394,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._counts.ages += ages * (uid in useful)
             if self.resample:
                 left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")
-                gone |= {*group.dropped}
+                gone.update(group.dropped)
             elif group.excluded and not group.is_lost():
                 # Copies of valid ones, drawn at random, replace the excluded. More are valid: none is drawn twice.
                 sources += self._rng.sample(list(group.valid), len(group.excluded))
-                gone |= group.excluded.keys()
+                gone.update(group.excluded)
                 left_out |= {key: f"left out of the batch: {reason}" for key, reason in group.excluded.items()}
                 self._counts.filled += 1
         copies = copy_episodes(partition_id, sources, snapshot)

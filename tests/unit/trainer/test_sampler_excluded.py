@@ -90,6 +90,25 @@ def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_only(make)
         assert advantage == pytest.approx(by_hand[score], abs=1e-4)
 
 
+def test_a_batch_is_copied_and_cleared_in_one_call_each(make, monkeypatch):
+    """A call is a message to TransferQueue, and a look at every row of the queue."""
+    import transfer_queue
+
+    groups = [group_of(1, 0, 1, 0, failed=(i % 4,)) for i in range(6)]
+    queue, buffer = make(groups, batch_size=6)
+    calls = []
+
+    def noting(name):
+        call = getattr(queue, name)
+        return lambda **arguments: calls.append((name, len(arguments["keys"]))) or call(**arguments)
+
+    for name in ("kv_batch_put", "kv_clear"):
+        monkeypatch.setattr(transfer_queue, name, noting(name))
+    batch, metrics = buffer.sample(1, "train", 6)
+    assert metrics["failure/groups_filled"] == 6 and len(batch.keys) == 24
+    assert [call for call in calls if call[1]] == [("kv_batch_put", 6), ("kv_clear", 6), ("kv_clear", 6)]
+
+
 def test_what_the_policy_can_cause_is_a_normal_sample(make):
     """Time-outs of its code, too much output, too many calls, malformed calls and void turns are all trained on."""
     reasons = ["max_turns", "max_tokens", "malformed_limit", "answer"]
