@@ -300,7 +300,7 @@ def from_row(key: EpisodeKey, extra_fields: Mapping[str, Any], score: float | No
     """Return an episode from the column `extra_fields` of its row in verl's queue; see `summary_of` for what is in it.
 
     Args:
-        score: the reward, which is a column of its own in the queue.
+        score: the reward, which has its own column in the queue.
     """
     if (summary := extra_fields.get(SUMMARY)) is not None:
         episode = msgspec.convert(summary, Episode)

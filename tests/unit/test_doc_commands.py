@@ -120,7 +120,7 @@ def test_the_pages_have_commands_to_test():
         "verl_ext.doctor",
         "verl_ext.evaluation",
         "verl_ext.report",
-        "verl_ext.reward.score",
+        "verl_ext.reward",
         "data/prepare_jsonl.py",
     } <= set(named)
 

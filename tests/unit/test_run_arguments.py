@@ -12,7 +12,7 @@ from tests.unit.evaluation.test_pass_rates import prompt, sample_row, write_dump
 from verl_ext.checkpoints.__main__ import main as checkpoints
 from verl_ext.checkpoints.manifest import vouch
 from verl_ext.evaluation.__main__ import main as evaluate
-from verl_ext.report.page import main as report
+from verl_ext.report.__main__ import main as report
 
 REPO = Path(__file__).parents[2]
 

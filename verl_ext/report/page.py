@@ -1,16 +1,10 @@
 """Write one self-contained page (`report.html`) and `summary.json` of a run: training, evaluations, rollouts.
 
-    python -m verl_ext.report --run outputs/quickstart              # SFT, RL, and the evaluations before and after RL
-    python -m verl_ext.report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
-    python -m verl_ext.report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
-
 The page shows what is in the run's folder; it names each missing part and what makes it. report.html has the
 page's layout, comparison.py compares several runs.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -316,24 +310,3 @@ def _duration(seconds: float | None) -> str:
 
 def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    what = "folder of an RL run, an SFT run, an evaluation or a quickstart; several are compared"
-    parser.add_argument("--run", type=Path, required=True, nargs="+", action="extend", metavar="RUN", help=what)
-    parser.add_argument("--out", type=Path, help="folder of the comparison of several runs (default: the first run's)")
-    args = parser.parse_args(argv)
-    if args.out and len(args.run) == 1:
-        parser.error("--out is for several runs; the report of one run is written into its folder")
-    try:
-        if len(args.run) == 1:
-            print(write_report(args.run[0]))
-        else:
-            from verl_ext.report.comparison import write_comparison
-
-            print(write_comparison(args.run, args.out or args.run[0]))
-    except (OSError, ValueError) as error:  # no run, or a folder that cannot be written
-        sys.exit(f"report: {error}")

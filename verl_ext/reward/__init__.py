@@ -6,15 +6,6 @@ not a number; `grade.py` grades files and runs; `votes.py` says which answers co
 In: a response and its ground truth. Out: a `Score`.
 """
 
-from typing import Any
+from verl_ext.reward.score import Score, score_answer
 
 __all__ = ["Score", "score_answer"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `Score` and `score_answer` on demand: `python -m verl_ext.reward.score` would warn otherwise."""
-    if name in __all__:
-        from verl_ext.reward import score
-
-        return getattr(score, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

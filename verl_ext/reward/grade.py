@@ -1,4 +1,4 @@
-"""Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
+"""Grade files of responses: `python -m verl_ext.reward --input rows.jsonl --output graded.jsonl`.
 
 The input may also be a run, or the quickstart's folder above it. Of a run, its validations are graded (in its records,
 else verl's dumps), else the evaluations of its checkpoints or of the quickstart, else all its records, else its rollout
@@ -49,7 +49,7 @@ MATH_VERIFY_S = 5  # per parsing and per comparison
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.reward.score",
+        prog="python -m verl_ext.reward",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -234,11 +234,3 @@ def _is_words(text: str) -> bool:
 def _fold(text: str) -> str:
     text = re.sub(r"\.(?!\d)", "", re.sub(r"\\text(?![a-zA-Z])", " ", text))  # p.m. as pm
     return re.sub(r"[\s,{}]+", " ", text).strip().casefold()
-
-
-if __name__ == "__main__":  # python -m verl_ext.reward.score grades files
-    import sys
-
-    from verl_ext.reward.grade import main
-
-    sys.exit(main())

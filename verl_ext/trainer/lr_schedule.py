@@ -42,22 +42,3 @@ class ScheduledOptimizerConfig(FSDPOptimizerConfig):
         self.lr_scheduler_type = "wsd"
 
         from verl_ext.trainer import wsd_engine  # noqa: F401  registers the engine; not without need, as it is slow
-
-
-def wsd_steps(config: ScheduledOptimizerConfig) -> tuple[int, int]:
-    """Return (warm-up steps, decay steps).
-
-    Raises:
-        ValueError: together they exceed the number of training steps, or that number is not known.
-    """
-    total = config.total_training_steps
-    warmup = config.lr_warmup_steps or 0
-    if warmup <= 0:  # as verl/workers/engine/fsdp/transformer_impl.py:514 (0.9.1)
-        warmup = int(config.lr_warmup_steps_ratio * total)
-    decay = round(config.lr_decay_steps_ratio * total)
-    if total < 1 or warmup + decay > total:
-        raise ValueError(
-            f"lr_scheduler_type=wsd: {warmup} warm-up and {decay} decay steps, but only {total} training steps. "
-            "Lower lr_warmup_steps, lr_warmup_steps_ratio or lr_decay_steps_ratio."
-        )
-    return warmup, decay

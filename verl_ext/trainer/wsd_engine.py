@@ -6,14 +6,13 @@ refuse "wsd" themselves.
 """
 
 import os
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_wsd_schedule
 from verl.utils.device import get_vendor
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
-
-from verl_ext.trainer.lr_schedule import wsd_steps
 
 
 @EngineRegistry.register(
@@ -40,3 +39,22 @@ class WSDEngineWithLMHead(FSDPEngineWithLMHead):
             decay_type=config.lr_decay_type,
             min_lr_ratio=config.min_lr_ratio or 0.0,
         )
+
+
+def wsd_steps(config: Any) -> tuple[int, int]:
+    """Return (warm-up steps, decay steps) of a `ScheduledOptimizerConfig`.
+
+    Raises:
+        ValueError: together they exceed the number of training steps, or that number is not known.
+    """
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps or 0
+    if warmup <= 0:  # as verl/workers/engine/fsdp/transformer_impl.py:514 (0.9.1)
+        warmup = int(config.lr_warmup_steps_ratio * total)
+    decay = round(config.lr_decay_steps_ratio * total)
+    if total < 1 or warmup + decay > total:
+        raise ValueError(
+            f"lr_scheduler_type=wsd: {warmup} warm-up and {decay} decay steps, but only {total} training steps. "
+            "Lower lr_warmup_steps, lr_warmup_steps_ratio or lr_decay_steps_ratio."
+        )
+    return warmup, decay

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.report.runs import add_evaluation, add_training, written
 from tests.unit.view import chromium
-from verl_ext.report.page import main
+from verl_ext.report.__main__ import main
 
 pytestmark = [
     pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here: apt-get install chromium"),

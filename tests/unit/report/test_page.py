@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.report.runs import HOSTILE, Balance, add_evaluation, add_training, row, write_lines, written
 from verl_ext.plots.charts import SCRIPTS
-from verl_ext.report.page import main
+from verl_ext.report.__main__ import main
 
 
 def test_summary_and_page_hold_the_figures_of_the_dumps(folder):

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.report.runs import Balance, add_evaluation, add_training, row, write_lines, written
 from verl_ext.records import store
 from verl_ext.report import page
-from verl_ext.report.page import main
+from verl_ext.report.__main__ import main
 from verl_ext.report.run_record import read_run
 
 

@@ -38,7 +38,7 @@ def grade(source, output, *options):
 
 def test_command_grades_rows_of_every_form(tmp_path):
     source, output = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "graded.jsonl"
-    command = [sys.executable, "-m", "verl_ext.reward.score", "--input", str(source), "--output", str(output)]
+    command = [sys.executable, "-m", "verl_ext.reward", "--input", str(source), "--output", str(output)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     graded = read(output)
@@ -53,7 +53,7 @@ def test_command_grades_rows_of_every_form(tmp_path):
 
 def test_a_command_that_is_killed_leaves_no_process(tmp_path):
     source, output = write(tmp_path / "rows.jsonl", ROWS * 4000), tmp_path / "graded.jsonl"
-    command = [sys.executable, "-m", "verl_ext.reward.score", "--workers", "2"]
+    command = [sys.executable, "-m", "verl_ext.reward", "--workers", "2"]
     command += ["--input", str(source), "--output", str(output)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     while not (output.is_file() and output.stat().st_size):
