@@ -45,11 +45,12 @@ async def test_what_is_a_number_becomes_a_float(value: Any) -> None:
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker, info = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), {"acc": value, "score": value, "pred": "x"}
-    episode = Episode(EpisodeKey("u", 0), reward=Reward(value, info))  # of a loop that scores
+    episode = Episode(EpisodeKey("u", 0), reward=Reward(value, info), score_s=0.5)  # of a loop that scores
     await worker._score(episode, {})
     score, info = episode.reward.score, episode.reward.info
     assert [type(each) for each in (score, info["acc"], info["score"])] == [float] * 3
     assert score == info["acc"] == info["score"] == 1.0 and info["pred"] == "x"
+    assert episode.score_s >= 0.5, "the loop's own seconds"
 
 
 def test_a_verifier_that_is_broken_in_a_process_of_verls_stops_the_run_with_its_own_sentence(roll_out_prompt) -> None:
