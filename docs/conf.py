@@ -18,7 +18,7 @@ suppress_warnings = ["autoapi.python_import_resolution"]  # modules that are not
 napoleon_use_ivar = True
 default_role = "code"  # docstrings have single back quotes, as Markdown does
 root_doc = "index"
-exclude_patterns = ["own_task"]
+exclude_patterns = ["own_task", "upstream"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 20,000.
 
-Words are counted as `wc -w` does, tables and code included. docs/reference/settings.md is generated and not counted.
+Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
+generated, and docs/upstream/, which is written for verl's tracker.
 """
 
 import sys
@@ -54,9 +55,10 @@ GENERATED = {"docs/reference/settings.md"}
 
 
 def pages() -> list[str]:
-    """List every Markdown page of the documentation, from the repository's root."""
+    """List every Markdown page that a reader of the documentation meets, from the repository's root."""
     found = [*ROOT.glob("*.md"), ROOT / "recipe/README.md", *ROOT.glob("docs/**/*.md")]
-    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+    named = {path.relative_to(ROOT).as_posix() for path in found}
+    return sorted(page for page in named if not page.startswith("docs/upstream/"))
 
 
 def words(page: str) -> int:
