@@ -72,7 +72,8 @@ def overrides_of(cell: Cell, *, short: bool) -> list[str]:
 
 def settings_of(cell: Cell, digests: Mapping[str, str], *, short: bool) -> dict[str, Any]:
     """Return what a result was made with: the SFT that --from names, the overrides, the values of preset and task."""
-    own = {"preset": digest(f"configs/objective/{cell.objective}.yaml", "configs/shared/objective.yaml"), "task": RUNGS["tiny"].task_digest()}
+    preset = digest(f"configs/objective/{cell.objective}.yaml", "configs/shared/objective.yaml")
+    own = {"preset": preset, "task": RUNGS["tiny"].task_digest()}
     own["code"] = digest(*CODE)
     return {"from": dict(digests), "rl": overrides_of(cell, short=short), **own}
 

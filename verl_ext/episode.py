@@ -56,6 +56,11 @@ class EpisodeKey:
         copy, session = divmod(int(numbers[0]), _COPY)
         return cls(uid, session, copy, int(numbers[1]))
 
+    @staticmethod
+    def uid_of(text: str) -> str:
+        """Return the uid in a key of verl's queue, whether it is a row's or a prompt's."""
+        return text.rsplit("_", 2)[0]
+
     @property
     def episode(self) -> "EpisodeKey":
         """Return the name of the episode or copy: that of its first row."""

@@ -145,7 +145,8 @@ def test_readme_links_every_page_or_a_page_that_does():
             found = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md)[^)]*\)", text_of(page))]
             near = [(REPO / page).parent.joinpath(target).resolve() for target in found if "://" not in target]
             linked |= {str(path.relative_to(REPO)) for path in near}
-    assert sorted({str(page) for page in PAGES} - linked - {"recipe/README.md"}) == []
+    unlinked = {str(page) for page in PAGES} - linked - {"recipe/README.md"}
+    assert sorted(page for page in unlinked if not page.startswith("docs/upstream/")) == []  # those are for verl
 
 
 def test_every_page_is_within_its_budget(load_script):

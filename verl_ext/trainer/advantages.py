@@ -150,9 +150,9 @@ def _of_last_rows(data: Any, keys: Sequence[EpisodeKey], estimator: str, setting
 
     if estimator in OF_TOKENS:
         data.batch["sum_pi_squared"] = _sum_pi_squared([*map(str, keys)], data.batch["response_mask"].shape[-1])
-    last: dict[EpisodeKey, int] = {}  # episode -> its last row in the data; of an original, not of its copies
+    last: dict[EpisodeKey, int] = {}  # episode -> its last row in the data
     for row, key in enumerate(keys):
-        if not key.copy and (key.original not in last or key.row > keys[last[key.original]].row):
+        if key.original not in last or key.row > keys[last[key.original]].row:
             last[key.original] = row
     place = {episode: i for i, episode in enumerate(last)}
     chosen = _estimate(compute_advantage, data.select_idxs([*last.values()]), estimator, settings)

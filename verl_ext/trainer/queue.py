@@ -59,7 +59,7 @@ def clear_leftovers() -> None:
     """
     tags = _tags()
     prompts = {key for key, tag in tags.items() if tag.get("is_prompt")}
-    leftovers = [text for text in tags.keys() - prompts if EpisodeKey.parse(text).uid not in prompts]
+    leftovers = [text for text in tags.keys() - prompts if EpisodeKey.uid_of(text) not in prompts]
     leftovers += [key for key, tag in tags.items() if STOPS_RUN in tag and key not in leftovers]
     if leftovers:
         tq.kv_clear(keys=leftovers, partition_id=PARTITION)

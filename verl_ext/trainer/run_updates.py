@@ -91,6 +91,12 @@ class RunUpdates(PPOTrainer):
         if not self._has_unequal_groups:
             return super()._get_required_batch_multiple(dp_size)
         actor = self.config.actor_rollout_ref.actor
+        if self._selection.has_several_rows and not actor.use_dynamic_bsz and self._updates_per_step() > 1:
+            raise ValueError(
+                "An episode has several rows, but actor.use_dynamic_bsz is false with more than one update a step: "
+                "padding to whole micro-batches could be all of an update. Set actor_rollout_ref.actor.use_dynamic_bsz="
+                "true, or ppo_mini_batch_size to the size of the train batch."
+            )
         fixed = [] if actor.use_dynamic_bsz else [actor.ppo_micro_batch_size_per_gpu]
         for role in (self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref):
             fixed += [] if role.log_prob_use_dynamic_bsz else [role.log_prob_micro_batch_size_per_gpu]

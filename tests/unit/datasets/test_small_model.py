@@ -163,7 +163,7 @@ def test_sft_trains_on_the_very_tokens_of_a_rollout_with_this_tokenizer(model_fo
         rollout, *_ = roll_out(
             tokenizer, turns, [trace.messages[2]["content"]], prompt={"raw_prompt": trace.messages[:1]}
         )
-        assert item["input_ids"].tolist() == rollout.prompt_ids + rollout.row.ids
-        assert item["loss_mask"].tolist() == [0] * len(rollout.prompt_ids) + rollout.row.mask
+        assert item["input_ids"].tolist() == rollout.row.prompt_ids + rollout.row.ids
+        assert item["loss_mask"].tolist() == [0] * len(rollout.row.prompt_ids) + rollout.row.mask
         reply = [token for token, own in zip(rollout.row.ids, rollout.row.mask, strict=True) if not own]
         assert tokenizer.decode(reply) == f"\n<interpreter>\n{trace.messages[2]['content']}\n</interpreter>\n"
