@@ -38,7 +38,7 @@ def require_versions(versions: Mapping[str, str], where: str) -> None:
     if wrong:
         raise RuntimeError(
             f"{where} replaces internals of {dict(versions)}, but found {wrong}. Install requirements/*.txt "
-            "(bash scripts/setup_env.sh), or check the replaced code against the new version."
+            "(bash scripts/setup_env.sh), or adapt the code that `python -m verl_ext.patches --check` lists."
         )
 
 

