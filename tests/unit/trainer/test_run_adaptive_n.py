@@ -85,6 +85,15 @@ def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
         make(*ADAPTIVE, *FIXED, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4")
 
 
+def test_episodes_of_several_rows_need_dynamic_micro_batches_for_several_updates(make):
+    from verl_ext.trainer.selection import Selection
+
+    trainer, _ = make(*FIXED)
+    trainer.replay_buffer.selection = Selection(has_several_rows=True)
+    with pytest.raises(ValueError, match="use_dynamic_bsz is false with more than one update a step"):
+        trainer._get_required_batch_multiple(1)
+
+
 def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path):
     from verl_ext.records.problem import problem_of
 
