@@ -61,11 +61,11 @@ FLUSH = "stays until verl drops flush=True"
 CALLBACK = "public hook: trainer.checkpoint_callback_class"
 SAMPLER = "public hook: trainer.v1.sampler.custom_sampler"
 SUBCLASS = "public hook: fleet/server.py has a subclass, in the asynchronous modes"
-LORA = "report upstream: docs/upstream/lora_merger.md"
-ZERO = "report upstream: docs/upstream/zero_division.md"
-NCCL = "report upstream: docs/upstream/nccl_timeout.md"
-SOCKETS = "report upstream: docs/upstream/socket_names.md"
-WAIT = "report upstream: docs/upstream/endless_wait.md"
+LORA = "report upstream: docs/upstream/lora-merge.md"
+ZERO = "report upstream: docs/upstream/zero-weights.md"
+NCCL = "report upstream: docs/upstream/nccl-timeout.md"
+SOCKETS = "report upstream: docs/upstream/weight-socket-names.md"
+WAIT = "report upstream: docs/upstream/weight-transfer-timeout.md"
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
