@@ -45,7 +45,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
         known = {"session": episode.key.session, "exception": text_of(episode.exception), "timings": times}
         return known | {"end_reason": str(end), "fault": str(RolloutEnd.RAISED.fault)}
     turns, calls = _turns_and_calls(episode.turns)
-    spans = [span for row in episode.rows for span in row.version_spans]
+    spans = episode.rows[-1].version_spans if episode.rows else ()  # as the turns: of the row with the answer
     if use:
         times |= {name: getattr(use, name) for name in ("queue_s", "generate_s", "tool_s")}
     return {

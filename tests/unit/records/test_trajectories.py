@@ -118,9 +118,9 @@ def test_an_episode_of_another_projects_loop_has_a_row_without_turns_and_seconds
     assert found["timings"]["generate_s"] is None
 
 
-def test_the_spans_of_all_rows_of_an_episode_are_in_its_record():
+def test_the_record_has_the_spans_of_the_last_row_of_an_episode():
     rows = [TokenRow(version_spans=[(0, 4, 4)]), TokenRow(version_spans=[(0, 2, 5)])]
-    assert [span["version"] for span in row_of(rows=rows)["version_spans"]] == [4, 5]
+    assert [span["version"] for span in row_of(rows=rows)["version_spans"]] == [5]
 
 
 def test_a_row_names_its_problem_its_id_and_a_gold_of_any_form():
