@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,3 +227,21 @@ def test_a_tool_that_cannot_release_costs_no_episode(roll_out, tokenizer, say, c
     tool = counter(breaks=True)
     episode, *_ = roll_out(tokenizer, say("3"), tools=[tool], protocol="hermes", response_length=300)
     assert episode.finish_reason == "answer" and "count could not release its instance" in caplog.text
+
+
+def test_the_tool_of_the_guide_keeps_state_within_a_response(roll_out, tokenizer, say):
+    from verl.tools.base_tool import BaseTool
+    from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Notes" in block)
+    names = {"BaseTool": BaseTool, "ToolResponse": ToolResponse}
+    exec(code, names)
+    text = {"type": "object", "properties": {"text": {"type": "string", "description": "t"}}, "required": ["text"]}
+    schema = {"type": "function", "function": {"name": "note", "description": "Notes.", "parameters": text}}
+    tool = names["Notes"]({}, OpenAIFunctionToolSchema.model_validate(schema))
+    turns = [f'<tool_call>{{"name": "note", "arguments": {{"text": "{word}"}}}}</tool_call>' for word in ("a", "b")]
+    for _ in range(2):  # another response begins anew
+        _, server, _ = roll_out(tokenizer, say(*turns, "3"), tools=[tool], protocol="hermes", response_length=300)
+        assert "<|im_start|>tool\n['a', 'b']<|im_end|>" in tokenizer.decode(server.calls[2]["prompt_ids"])
+    assert tool.notes == {}
