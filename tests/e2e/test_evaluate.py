@@ -67,7 +67,7 @@ def resumed(python: str, run: Path, arguments: list[str]) -> Path:
 
     again = subprocess.run(command, env=environment | {"PYTHON": python}, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"{run / 'merged_step_30'}: merged already" in again.stdout
+    assert f"{run / 'merged_step_30'} is merged already" in again.stdout
     whole_lines = before[: before.rfind(b"\n") + 1]
     assert (out / "samples.jsonl").read_bytes().startswith(whole_lines), "a sample that was there was taken again"
     return out
