@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_ext.environments import toolbox
 from verl_ext.environments.base import Opening
@@ -237,9 +238,9 @@ def test_the_tool_of_the_guide_keeps_state_within_a_response(roll_out, tokenizer
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Notes" in block)
     names = {"BaseTool": BaseTool, "ToolResponse": ToolResponse}
     exec(code, names)
-    text = {"type": "object", "properties": {"text": {"type": "string", "description": "t"}}, "required": ["text"]}
-    schema = {"type": "function", "function": {"name": "note", "description": "Notes.", "parameters": text}}
-    tool = names["Notes"]({}, OpenAIFunctionToolSchema.model_validate(schema))
+    (settings,) = re.findall(r"```yaml\n(tools:\n.*?)```", guide, re.DOTALL)
+    schema = OmegaConf.create(settings).tools[0].tool_schema
+    tool = names["Notes"]({}, OpenAIFunctionToolSchema.model_validate(OmegaConf.to_container(schema)))
     turns = [f'<tool_call>{{"name": "note", "arguments": {{"text": "{word}"}}}}</tool_call>' for word in ("a", "b")]
     for _ in range(2):  # another response begins anew
         _, server, _ = roll_out(tokenizer, say(*turns, "3"), tools=[tool], protocol="hermes", response_length=300)
