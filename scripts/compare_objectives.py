@@ -72,7 +72,7 @@ def overrides_of(cell: Cell, *, short: bool) -> list[str]:
 
 def settings_of(cell: Cell, digests: Mapping[str, str], *, short: bool) -> dict[str, Any]:
     """Return what a result was made with: the SFT that --from names, the overrides, the values of preset and task."""
-    preset = digest(f"configs/objective/{cell.objective}.yaml", "configs/shared/objective.yaml")
+    preset = digest(f"configs/objective/{cell.objective}.yaml", "configs/neutral/objective.yaml")
     own = {"preset": preset, "task": RUNGS["tiny"].task_digest()}
     own["code"] = digest(*CODE)
     return {"from": dict(digests), "rl": overrides_of(cell, short=short), **own}

@@ -28,7 +28,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def keys_of(preset):
-    return flatten(own_yaml("shared/objective")) | flatten(own_yaml(f"objective/{preset}"))
+    return flatten(own_yaml("neutral/objective")) | flatten(own_yaml(f"objective/{preset}"))
 
 
 def test_every_objective_has_a_preset():
@@ -39,7 +39,7 @@ def test_every_objective_has_a_preset():
 def test_a_preset_sets_every_key_of_an_objective_and_no_size(preset):
     keys, extra = keys_of(preset), ON_POLICY if preset == "icepop_onpolicy" else {}
     assert keys.keys() - extra.keys() == keys_of("dapo").keys()
-    assert OmegaConf.load(ROOT / f"configs/objective/{preset}.yaml").defaults == ["/shared/objective", "_self_"]
+    assert OmegaConf.load(ROOT / f"configs/objective/{preset}.yaml").defaults == ["/neutral/objective", "_self_"]
     assert {key: keys[key] for key in extra} == extra
 
 

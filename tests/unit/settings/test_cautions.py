@@ -56,7 +56,7 @@ def test_an_estimator_without_groups_needs_no_dynamic_sampling(estimator, run):
 def test_fifteen_presets_switch_dynamic_sampling_off():
     texts = [(CONFIGS / "objective" / f"{name}.yaml").read_text() for name in OBJECTIVES]
     assert sum("filter_groups" not in text for text in texts) == 15
-    assert "filter_groups: {enable: false}" in (CONFIGS / "shared" / "objective.yaml").read_text()
+    assert "filter_groups: {enable: false}" in (CONFIGS / "neutral" / "objective.yaml").read_text()
 
 
 @pytest.mark.parametrize(
