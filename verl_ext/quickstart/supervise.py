@@ -240,7 +240,7 @@ def _left_behind(process: psutil.Process) -> set[Path]:
 def _failure_message(command: list[str], returncode: int, log: Path | None) -> str:
     message = f"`{' '.join(command[:3])} ...` failed with exit status {returncode}."
     if log is not None:
-        tail = log.read_text(errors="replace").splitlines()[-25:]
+        tail = log.read_text(errors="replace").splitlines()[-40:]  # with all that the doctor finds
         message += f" The end of {log}:\n  " + "\n  ".join(line[:300] for line in tail)
     return message
 

@@ -298,7 +298,7 @@ class RecordedTool:
     async def create(self, **kwargs):
         return "instance", None
 
-    async def execute(self, instance_id, parameters):
+    async def execute(self, instance_id, parameters, **kwargs):
         return SimpleNamespace(text=next(self._outputs), image=None, video=None), None, {}
 
     async def release(self, instance_id):

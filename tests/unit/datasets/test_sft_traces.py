@@ -82,7 +82,7 @@ DRAFT = "<think>or <code>9</code>?</think>"
 def test_a_trace_with_drafts_in_its_thinking_is_the_rollouts(make_dataset, roll_out, tokenizer):
     row = [user(), assistant(f"{DRAFT}\n<code>print(1+1)</code>"), interpreter("2"), assistant(f"{DRAFT}\\boxed{{2}}")]
     rollout = rolled_out(roll_out, tokenizer, make_dataset([row]), ["2"])
-    assert rollout.use.calls == 1 and rollout.num_turns == 4
+    assert rollout.use.calls == 1 and rollout.row.num_turns == 4
     draft = '<think><tool_call>{"name": "code_interpreter", "arguments": {"code": "9"}}</tool_call></think>'
     row = [user(), calls("1", content=draft), tool("2"), assistant(f"{draft}\\boxed{{2}}")]
     dataset = make_dataset([row], protocol="hermes", max_length=900)

@@ -221,7 +221,7 @@ messages = []
 with supervise.Supervisor() as supervisor:
     for last in ("exit(3)", "os.kill(os.getpid(), 9)"):
         try:
-            lines = "import os\\nfor i in range(40): print('line', i)\\n"
+            lines = "import os\\nfor i in range(60): print('line', i)\\n"
             supervisor.run([sys.executable, "-c", lines + last], log=log)
         except supervise.CommandFailed as error:
             messages.append(str(error))
@@ -231,7 +231,7 @@ print(json.dumps(messages))
     failed, killed = run(code, tmp_path)
     log = tmp_path / "new folder" / "log.txt"
     assert "failed with exit status 3." in failed and f"The end of {log}:" in failed
-    assert "line 39" in failed and "line 15" in failed and "line 14\n" not in failed  # 25 lines
+    assert "line 59" in failed and "line 20\n" in failed and "line 19\n" not in failed  # 40 lines
     assert "failed with exit status -9." in killed
     assert log.read_text().count("line 0\n") == 2  # appended
 
