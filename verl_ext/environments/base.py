@@ -48,4 +48,5 @@ class Environment(Protocol):
         """Score the ended episode; None: the reward manager does, by the row's ground truth."""
 
     async def close(self) -> None:
-        """Let go of all that the episode holds. It may be called again, and before `open` has ended."""
+        """Release the sessions, processes and connections of the episode. The loop may close an environment that `open`
+        has not finished opening; a second close does nothing."""

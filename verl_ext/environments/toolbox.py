@@ -30,7 +30,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 TOOL_ATTEMPTS = 3  # calls of a tool whose backend does not answer, the first included
 TOOL_BACKOFF_S = 0.5  # pause before the second call; doubles
-RELEASE_S = 10.0  # for a tool to let go of its instance, also after a call that took too long
+RELEASE_S = 10.0  # within which a tool must release its instance
 _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 
 
@@ -114,7 +114,13 @@ class ToolEnvironment:
         for name in self._schemas:
             if not isinstance(tool := self._tools[name], FunctionTool | Interpreter):
                 create_kwargs = (settings.get(name) or {}).get("create_kwargs") or {}
-                instance, _ = await self._attempts(name, {}, partial(tool.create, create_kwargs=create_kwargs))
+                try:
+                    instance, _ = await self._attempts(name, {}, partial(tool.create, create_kwargs=create_kwargs))
+                except _ToldError as error:  # the model has not written anything yet
+                    raise ValueError(
+                        f"The tool {name!r} refused tools_kwargs.{name}.create_kwargs={create_kwargs!r:.200}: {error}. "
+                        "Correct the row."
+                    ) from error
                 self._instances[name], self._busy[name] = instance, asyncio.Lock()
         return Opening(messages, self._schemas)
 

@@ -57,7 +57,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 FAILED_STOPS = ("aborted", "abort", "error")
 _FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
 RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is retried; each pause is longer by this much
-CLOSE_S = 30.0  # for an environment to let go of what it holds
+CLOSE_S = 30.0  # within which an environment must close
 _CUT_STEP = 8  # tokens; if a reply does not fit, this many more than the excess are cut from each output
 
 
@@ -115,7 +115,7 @@ class RetoolAgentLoop(AgentLoopBase):
         added = self.tokenizer.added_tokens_decoder.items()
         stops = (self.protocol.stop, THINK_STOP)
         self.special_ids = {i for i, token in added if token.special and token.content not in stops}
-        self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
+        self._prompts: LRUCache = LRUCache(maxsize=1024)  # prompt -> task; the samples of a group share it
         self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
         self._output_kind = pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
@@ -186,7 +186,7 @@ class RetoolAgentLoop(AgentLoopBase):
         return episode
 
     async def _close(self, environment: Environment) -> None:
-        """Close an environment, also if the episode was cancelled; what it cannot let go of in time is logged."""
+        """Close an environment, also if the episode was cancelled. An environment that is too slow is logged."""
         try:
             await asyncio.wait_for(asyncio.shield(environment.close()), CLOSE_S)
         except TimeoutError:
@@ -355,10 +355,11 @@ class RetoolAgentLoop(AgentLoopBase):
             share = max(0, share - math.ceil(excess / len(texts)) - _CUT_STEP)
 
     async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
-        if uid not in self._prompts:
-            self._prompts[uid] = asyncio.ensure_future(self.ct_build_initial_tokens(messages, tools=schemas))
+        prompt = repr((messages, schemas))  # not the uid: an environment may open differently for each episode
+        if prompt not in self._prompts:
+            self._prompts[prompt] = asyncio.ensure_future(self.ct_build_initial_tokens(messages, tools=schemas))
         try:
-            return list(await asyncio.shield(self._prompts[uid]))
+            return list(await asyncio.shield(self._prompts[prompt]))
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template rejects the prompt {uid}, {messages!r:.200}: {error}") from error
 

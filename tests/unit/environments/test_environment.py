@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.environments import toolbox
 from verl_ext.environments.base import Opening
-from verl_ext.environments.tool_errors import ToolUnavailable
+from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 from verl_ext.episode import CallResult, Score
 from verl_ext.rollout import loop as loops
 
@@ -178,6 +178,8 @@ def counter():
 
         async def create(self, instance_id=None, **kwargs):
             self.log.append(("create", kwargs))
+            if "refused" in kwargs["create_kwargs"]:
+                raise ToolError("no such start")
             self.count = 0
             return "the instance", ToolResponse()
 
@@ -222,6 +224,12 @@ def test_a_tool_that_was_not_selected_has_no_instance(roll_out, tokenizer, say, 
     prompt = {"extra_info": {"tool_selection": ["code_interpreter"]}}
     roll_out(tokenizer, say("3"), tools=[tool], prompt=prompt, **settings)
     assert tool.log == []
+
+
+def test_a_row_that_a_tool_refuses_is_named(roll_out, tokenizer, say, counter):
+    prompt = {"tools_kwargs": {"count": {"create_kwargs": {"refused": 1}}}}
+    with pytest.raises(ValueError, match=r"'count' refused tools_kwargs.count.create_kwargs=.*no such start"):
+        roll_out(tokenizer, say("3"), tools=[counter()], prompt=prompt, protocol="hermes", response_length=300)
 
 
 def test_a_tool_that_cannot_release_costs_no_episode(roll_out, tokenizer, say, counter, caplog):

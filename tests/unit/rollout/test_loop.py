@@ -94,20 +94,19 @@ def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, mo
 
     async def encode(messages, tools):
         await asyncio.sleep(0.01)
-        encoded.append(messages)
+        encoded.append((messages, tools))
         return [len(messages)]
 
     monkeypatch.setattr(loop, "ct_build_initial_tokens", encode, raising=False)
 
     async def both():
-        first, second, other = await asyncio.gather(
-            *(loop._encode_prompt(*prompt, None) for prompt in (("a", ["hi"]), ("a", ["hi"]), ("b", ["hi", "ho"])))
-        )
+        prompts = (["hi"], None), (["hi"], None), (["hi", "ho"], None), (["hi"], ["a tool"])  # all of one group
+        first, second, other, _ = await asyncio.gather(*(loop._encode_prompt("a", *prompt) for prompt in prompts))
         first.append("the rollout's own tokens")
         return second, other
 
     assert asyncio.run(both()) == ([1], [2])
-    assert encoded == [["hi"], ["hi", "ho"]]
+    assert encoded == [(["hi"], None), (["hi", "ho"], None), (["hi"], ["a tool"])]
 
 
 def test_the_models_tokens_stay_as_sampled_if_their_text_would_be_tokenised_differently(roll_out, tokenizer, answer):
