@@ -90,6 +90,23 @@ def test_a_request_that_crossed_updates_is_noted_with_all_its_versions(clients, 
     assert turn_of(client(getattr(clients, kind), answers)).written == [(1, 3), (2, 4)]
 
 
+def test_a_server_is_not_blamed_for_a_later_request_that_finds_none(clients):
+    made, blamed = client(clients.AsyncTurnClient, [([7], 3, "aborted")]), []
+    acquire = made._load_balancer.acquire_server.remote
+    places = iter([acquire])
+
+    async def acquire_server(request_id):
+        if (acquire := next(places, None)) is None:
+            raise RuntimeError("No available servers")
+        return await acquire(request_id)
+
+    made._load_balancer.acquire_server = SimpleNamespace(remote=acquire_server)
+    made._load_balancer.failed = SimpleNamespace(remote=lambda server_id: blamed.append(server_id))
+    with pytest.raises(RuntimeError, match="No available servers"):
+        turn_of(made)
+    assert blamed == []
+
+
 async def test_turns_at_the_same_time_are_noted_apart(clients):
     """A client is shared by all rollouts of a worker."""
     ends = {name: asyncio.Event() for name in "ab"}
