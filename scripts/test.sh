@@ -4,10 +4,10 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
-  unit   ruff, import-linter and the site, then the fast tests (about five minutes)
-  slow   the slow unit tests, then the end-to-end tests, which run the real commands
-  all    both (default)
+Usage: bash scripts/test.sh [unit|nightly] [pytest arguments]
+           what CI runs for a change: ruff, import-linter and the site, all tests that are not `nightly` (18 minutes)
+  unit     of that, all but the launches of real commands, which are marked `slow` (five minutes)
+  nightly  every test: also those marked `nightly` and, if there is a GPU, `gpu` (an hour and a half)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
 }
@@ -16,15 +16,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for arg in "$@"; do
     case $arg in -h | --help) usage && exit ;; esac
 done
-PART=all
+PART=change
 case ${1:-} in
-    unit | slow | all) PART=$1 && shift ;;
+    unit | nightly) PART=$1 && shift ;;
 esac
 case ${1:-} in # a word after an option may be its value; as the first word it is a test, or a mistake
     "" | -*) ;;
     *)
         if [ ! -e "${1%%::*}" ]; then
-            echo "test.sh: '$1' is neither a part (unit, slow, all) nor an option of pytest nor a file; see --help" >&2
+            echo "test.sh: '$1' is neither a part (unit, nightly) nor an option of pytest nor a file; see --help" >&2
             exit 2
         fi
         ;;
@@ -85,53 +85,35 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# pytest exits with 5 if it selects nothing, for example if `-k` names a test of the other part.
-run_pytest() {
-    local status=0
-    "$PYTHON" -m pytest "$@" || status=$?
-    [ "$status" != 5 ] || return 0
-    [ "$status" = 0 ] || exit "$status"
-    SELECTED=1
-}
-SELECTED=0
-
-SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
-# End-to-end tests that start no training and cause too little load to disturb a unit test.
-NO_TRAINING=(tests/e2e/test_prepare_scale.py tests/e2e/test_sandbox_alone.py)
-# The first looks at what a run leaves in /dev/shm, where other runs also have files; the threads of the second spin;
-# the last compares latencies.
+# Tests that look at what a run leaves in /dev/shm, where other runs also have files, whose threads spin, or that
+# compare latencies.
 ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py tests/e2e/test_sandbox_faults.py)
+case $PART in # `unit`: pyproject.toml
+    unit) MARKS=() ;;
+    change) MARKS=(-m "not nightly and not gpu") ;;
+    nightly) MARKS=(-m "") ;;
+esac
+run_pytest() { "$PYTHON" -m pytest "${MARKS[@]}" --durations=30 --durations-min=2 "$@"; }
 
-if [ "$PART" != slow ]; then
-    say "ruff and import-linter"
-    .venv/bin/ruff check --output-format=concise .
-    .venv/bin/ruff format --check .
-    .venv/bin/lint-imports --no-logo --no-cache
-    if [ -x .venv/bin/sphinx-build ]; then
-        say "the site, with warnings as errors: outputs/site"
-        .venv/bin/sphinx-build -q -W -b html -d "$TMPDIR/doctrees" docs outputs/site
-    else
-        say "no site: this .venv has no Sphinx, which only requirements/cpu.txt brings"
-    fi
+say "ruff and import-linter"
+.venv/bin/ruff check --output-format=concise .
+.venv/bin/ruff format --check .
+.venv/bin/lint-imports --no-logo --no-cache
+if [ -x .venv/bin/sphinx-build ]; then
+    say "the site, with warnings as errors: outputs/site"
+    .venv/bin/sphinx-build -q -W -b html -d "$TMPDIR/doctrees" docs outputs/site
+else
+    say "no site: this .venv has no Sphinx, which only requirements/cpu.txt brings"
 fi
 if [ $# -gt 0 ]; then # the caller chooses
-    [ "$PART" = slow ] || run_pytest "$@"
-    [ "$PART" = unit ] || run_pytest "${SLOW[@]}" "$@"
+    run_pytest "$@"
 else
-    case $PART in
-        unit) say "fast tests" && run_pytest ;;
-        slow) say "slow unit tests" && run_pytest -m slow tests/unit ;;
-        all)
-            say "unit tests, the slow ones included, and the end-to-end tests without training"
-            run_pytest -m "" -n 2 tests/unit "${NO_TRAINING[@]}"
-            SLOW+=("${NO_TRAINING[@]/#/--ignore=}")
-            ;;
-    esac
+    say "unit tests"
+    run_pytest -n 2 tests/unit
     if [ "$PART" != unit ]; then
-        say "end-to-end tests, two at a time because a run often waits (tests of a GPU skip without one)"
-        run_pytest "${SLOW[@]}" -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
+        say "end-to-end tests, two at a time because a run often waits"
+        run_pytest -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
         say "end-to-end tests that need the machine to themselves"
-        run_pytest "${SLOW[@]}" "${ALONE[@]}"
+        run_pytest "${ALONE[@]}"
     fi
 fi
-[ "$SELECTED" = 1 ] || exit 5

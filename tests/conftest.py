@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FAST = "not slow and not gpu"  # as pyproject.toml has it
+FAST = "not slow and not nightly and not gpu"  # as pyproject.toml has it
 
 # Test modules import verl, which asks torch for a GPU (verl 0.9.1, utils/device.py:61). torch then asks NVML, and not
 # CUDA: the stages of tests/gpu are forked from this process, and no fork of a process that asked CUDA can use it.

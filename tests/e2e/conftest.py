@@ -28,11 +28,15 @@ if WORKER and MARK not in os.environ:  # pytest may import this file under two n
 os.environ.setdefault(MARK, uuid4().hex)
 OWN_SERVER = {EXECUTABLE_VARIABLE: ""}  # for `launch` and `pipeline`, see `python`
 # The longest tests begin first: if one began last, one process would wait for the other.
-LONG = ("test_failures.py", "test_resume.py", "test_launchers.py", "test_server_deaths.py", "test_gpu_stages.py")
+LONG = ("test_resume.py", "test_failures.py", "test_launchers.py", "test_server_deaths.py", "test_gpu_stages.py")
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        has_tier = item.get_closest_marker("slow") or item.get_closest_marker("nightly")
+        if item.path.parent == Path(__file__).parent and not has_tier:
+            raise pytest.UsageError(f"{item.nodeid}: a test in tests/e2e is `slow` or `nightly`; see CONTRIBUTING.md")
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 

@@ -113,6 +113,7 @@ def evaluate_served(python: str, url: str, out: Path, *arguments: str) -> dict:
     return json.loads((out / "result.json").read_text())
 
 
+@pytest.mark.nightly
 def test_vllms_server_gives_the_same_greedy_samples(
     python: str, vllm: str, resumed: Path, arguments: list[str], tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_vllms_server_gives_the_same_greedy_samples(
     }
 
 
+@pytest.mark.nightly
 def test_sampled_responses_run_their_code_in_the_sandbox(
     python: str, vllm: str, arguments: list[str], tmp_path: Path
 ) -> None:
@@ -186,6 +188,7 @@ class TextOnly(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.nightly
 def test_a_server_of_text_gives_the_same_first_turns(
     python: str, vllm: str, resumed: Path, arguments: list[str], tmp_path: Path
 ) -> None:

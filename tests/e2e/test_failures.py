@@ -133,6 +133,7 @@ def check_malformed_calls_were_answered(run: Run) -> Counter:
     return kinds
 
 
+@pytest.mark.nightly
 def test_a_normal_run_and_its_records(small: Path, tmp_path: Path) -> None:
     with running_server() as url:
         run = Run(tmp_path / "rl", small, url).finish()
@@ -231,6 +232,7 @@ def faulty(url: str, rng: random.Random) -> Iterator[tuple[str, Counter]]:
         server.server_close()
 
 
+@pytest.mark.nightly
 def test_a_sandbox_that_fails_at_random_is_tried_again(small: Path, tmp_path: Path) -> None:
     with running_server() as url, faulty(url, random.Random(0)) as (faulty_url, done):
         run = Run(tmp_path / "rl", small, faulty_url).finish()
@@ -256,6 +258,7 @@ def hermes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.nightly
 def test_a_model_that_writes_malformed_hermes_calls_is_answered(hermes_model: Path, tmp_path: Path) -> None:
     overrides = ("retool.protocol=hermes", "data.max_response_length=300")
     with running_server() as url:
@@ -269,6 +272,7 @@ def test_a_model_that_writes_malformed_hermes_calls_is_answered(hermes_model: Pa
     check_advantages(run)
 
 
+@pytest.mark.nightly
 def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path, tmp_path: Path) -> None:
     """Groups have 6 samples, and 8 from step 2 on; equal ones are replaced; two validations are light and one full."""
     overrides = (
@@ -331,6 +335,7 @@ def test_rollouts_on_a_separate_server_while_the_actor_learns(small: Path, tmp_p
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: Path) -> None:
     """No call is answered, and early stop would end the run at the second validation, because nothing gets better.
 
@@ -366,6 +371,7 @@ def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: P
     assert json.loads((run.out / "validation.json").read_text())["values"].keys() == {"1", "2"}
 
 
+@pytest.mark.nightly
 def test_a_batch_of_fillers_trains_nothing(small: Path, tmp_path: Path) -> None:
     """All answers are right, by decree; only length penalties make the rewards differ."""
     overrides = (
@@ -380,6 +386,7 @@ def test_a_batch_of_fillers_trains_nothing(small: Path, tmp_path: Path) -> None:
         assert data["critic/advantages/max"] == data["critic/advantages/min"] == data["actor/grad_norm"] == 0.0
 
 
+@pytest.mark.nightly
 def test_surplus_groups_of_a_step_are_trained_on_in_the_next(small: Path, tmp_path: Path) -> None:
     """One reward in ten is right: 43% of the groups of 8 are all wrong, so more are sampled than are needed."""
     overrides = (

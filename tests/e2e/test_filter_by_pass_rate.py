@@ -11,7 +11,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_problems_are_filtered_by_the_launchers_own_rollouts(small, tmp_path):
     import pandas as pd

@@ -4,7 +4,6 @@ Two servers start; another one joins while requests run, and one of the first le
 """
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -22,11 +21,7 @@ from tests.e2e.versions import Actor, cluster
 from tests.processes import kill_tree
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif("RETOOL_FLEET" not in os.environ, reason="takes minutes; RETOOL_FLEET=1 runs it"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 ROLLOUTS, TURNS = 16, 8
 PROMPT, TURN, REPLY = 64, 24, 40  # tokens: of the prompt, of what the model writes in a turn, of what a tool answers
 TOKENS = 600  # of a request that runs while servers come and go

@@ -11,7 +11,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_verls_buckets_and_an_sft_that_is_killed_resumed_and_merged_pass_on_a_cpu(python: str, tmp_path: Path) -> None:
     command = ["bash", str(REPO / "scripts" / "gpu_acceptance.sh"), "--device=cpu", "buckets", "sft"]

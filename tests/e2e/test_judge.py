@@ -9,7 +9,7 @@ import pytest
 
 from verl_ext.reward.verifiers.judge import JudgeVerifier
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def judge(base_url: str, responses: list[str], **settings) -> list:

@@ -63,7 +63,9 @@ def run_rl(run: str, *overrides: str, small: Path, out: Path, python: str) -> li
     return read_metrics(out, keep=lambda data: "actor/pg_loss" in data)
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])  # qwen2-32b_dapo: test_two_nodes.py
+@pytest.mark.parametrize(  # qwen2-32b_dapo: test_two_nodes.py
+    "run", ["qwen3-0.6b_dapo", pytest.param("qwen2-32b_dapo_published", marks=pytest.mark.nightly)]
+)
 def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
     """Two steps run, with validation before and after; the published form has hermes' tool calls, the 0.6B sdpa."""
     # One run imports in every process, as a user's does; the others fork from one with the imports.
@@ -78,6 +80,7 @@ def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
     assert sorted(path.name for path in (out / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]
 
 
+@pytest.mark.nightly
 def test_rl_with_servers_on_separate_gpus(small: Path, python: str, tmp_path: Path) -> None:
     """The preset gpu_separate runs with two pretended GPUs; only the transfer of weights is the CPU's."""
     engine = "actor_rollout_ref.rollout.checkpoint_engine"

@@ -13,7 +13,7 @@ from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.evaluation.checkpoint import Checkpoint, find_checkpoint, merge
 from verl_ext.sandbox import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 LAYER = "model.layers.0.self_attn.q_proj"
 
 

@@ -18,7 +18,7 @@ from verl_ext.episode import EpisodeKey
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 LR = 1e-4
 OVERRIDES = [

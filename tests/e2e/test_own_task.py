@@ -13,7 +13,7 @@ from tests.processes import kill_tree
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
-"""Measure data/prepare_dapo_math_17k.py at the published size of 1,791,700 rows: its time and memory.
+"""Measure the memory of data/prepare_dapo_math_17k.py at the published size of 1,791,700 rows.
 
-`RETOOL_FULL_SCALE=1 pytest -m slow -s tests/e2e/test_prepare_scale.py` prints both: on 2 cores 128 s and 1.9 GB, and
-for as many rows that are all different 252 s and 3.0 GB. Without the variable, as in CI, the test takes a fortieth of
-the rows. They are generated: numbered problems as long as the real ones, in the published columns with the published
-instructions.
+The rows are generated: numbered problems as long as the real ones, each 100 times, in the published columns with the
+published instructions.
 """
 
 import os
 import random
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,7 @@ from verl_ext.datasets.problems import features
 from verl_ext.datasets.rows import write_parquet
 
 REPO = Path(__file__).resolve().parents[2]
-SHARE = 1 if os.environ.get("RETOOL_FULL_SCALE") else 40
-ROWS, DISTINCT = 1_791_700 // SHARE, 17_917 // SHARE
+ROWS, DISTINCT = 1_791_700, 17_917
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -45,32 +41,22 @@ def row(number: int) -> dict:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("distinct", [DISTINCT, ROWS], ids=["each 100 times", "all different"])
-def test_the_published_size_is_prepared_within_4_gb(tmp_path, distinct):
+def test_the_published_size_is_prepared_within_4_gb(tmp_path):
     import pandas as pd
 
     source, out = tmp_path / "source.parquet", tmp_path / "out.parquet"
     cached = [row(number) for number in range(DISTINCT)]
-    write_parquet((cached[i % DISTINCT] if distinct == DISTINCT else row(i) for i in range(ROWS)), source, features())
+    write_parquet((cached[i % DISTINCT] for i in range(ROWS)), source, features())
 
-    command = [
-        sys.executable,
-        str(REPO / "data" / "prepare_dapo_math_17k.py"),
-        "--input",
-        str(source),
-        "--out",
-        str(out),
-    ]
-    started = time.monotonic()
+    script = str(REPO / "data" / "prepare_dapo_math_17k.py")
+    command = [sys.executable, script, "--input", str(source), "--out", str(out)]
     pid = os.posix_spawn(sys.executable, command, os.environ)
     _, status, usage = os.wait4(pid, 0)
-    wall_s, peak_gb = time.monotonic() - started, usage.ru_maxrss * 1024 / 1e9
-    print(f"\n{ROWS:,} rows, {distinct:,} distinct: {wall_s:.0f} s, peak {peak_gb:.2f} GB", flush=True)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert peak_gb < 4
+    assert usage.ru_maxrss * 1024 < 4e9  # bytes
     kept = pd.read_parquet(out, columns=["extra_info", "reward_model"])
-    assert len(kept) == distinct
-    for i in (0, 1, distinct - 1):
+    assert len(kept) == DISTINCT
+    for i in (0, 1, DISTINCT - 1):
         assert kept["extra_info"][i]["id"] == str(i) and kept["reward_model"][i]["ground_truth"] == str(i % 1000)

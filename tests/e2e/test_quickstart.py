@@ -165,6 +165,7 @@ def test_a_second_call_does_nothing_again(run: tuple) -> None:
     assert {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")} == stamps
 
 
+@pytest.mark.nightly
 def test_ctrl_c_in_the_middle_of_rl_leaves_nothing_behind(run: tuple, small: Path, tmp_path: Path) -> None:
     before = traces()
     command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(small), *SMALL_DATA]

@@ -8,7 +8,7 @@ import ray
 
 from verl_ext.sandbox.rate_limit import RateLimit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

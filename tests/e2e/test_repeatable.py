@@ -11,7 +11,7 @@ from tests.e2e.conftest import OWN_SERVER, REPO, launch, run_to_end
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 OVERRIDES = (
     "+repeatable=cpu",

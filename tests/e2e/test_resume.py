@@ -1,12 +1,10 @@
 """Test that a killed run continues when the same command is started again.
 
 Each case is a chain: a run is killed at one moment, started again, killed at the next, and finally runs to its end.
-`RETOOL_RESUME_MATRIX=1 pytest -m slow tests/e2e/test_resume.py` runs them all; CI a chosen few.
 """
 
 import itertools
 import json
-import os
 import runpy
 import shutil
 import threading
@@ -70,29 +68,19 @@ Kills = list[tuple[str, int]]
 SFT_KILLS: Kills = [("update:6", 4), ("data:1", 4), ("shard:2", 8), ("update:2", 8)]
 RL_KILLS: list[Kills] = [[("rollout:3", 2), ("update:2", 2)], [("shard:2", 2), ("data:1", 2)]]
 SEPARATE_KILLS: Kills = [("rollout:5", 2), ("update:2", 2)]  # it samples one mini-batch at a time
-CHOSEN: list[tuple[str, str, Kills]] = [
-    ("sft", "auto", [("update:6", 4), ("data:2", 8)]),
-    ("sync", "auto", [("shard:2", 2)]),
-    ("colocate_async", "moved", [("rollout:3", 2)]),
-]
-MATRIX = [
-    ("separate_async", "moved", SEPARATE_KILLS[:1]),
-    ("sft", "moved", SFT_KILLS),
-    ("colocate_async", "moved", [("rollout:3", 2)]),
-    *(("sft", mode, SFT_KILLS) for mode in ("auto", "resume_path")),
-    *(
-        (trainer, mode, kills)
-        for trainer in ("sync", "colocate_async")
-        for mode in ("auto", "resume_path")
-        for kills in RL_KILLS
-    ),
-    ("separate_async", "auto", SEPARATE_KILLS),
-    ("separate_async", "resume_path", RL_KILLS[1]),
-    ("colocate_async, resampled", "auto", RL_KILLS[0]),
-    ("separate_async, adaptive n", "auto", SEPARATE_KILLS),
+NIGHTLY: list[tuple[str, str, Kills]] = [
+    ("sync", "auto", RL_KILLS[0]),
+    ("sync", "resume_path", RL_KILLS[1]),
     ("sync, epochs of 2 steps", "auto", [("update:6", 2)]),
+    ("colocate_async", "auto", RL_KILLS[1]),
+    ("colocate_async", "resume_path", RL_KILLS[0]),
+    ("colocate_async", "moved", [("rollout:3", 2)]),
+    ("colocate_async, resampled", "auto", RL_KILLS[0]),
+    ("separate_async", "auto", SEPARATE_KILLS),
+    ("separate_async", "moved", SEPARATE_KILLS[:1]),
+    ("separate_async, adaptive n", "auto", SEPARATE_KILLS),
 ]
-CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
+CASES = [("sync", "auto", [("shard:2", 2)]), *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
 
 
 @dataclass
@@ -191,12 +179,13 @@ def uninterrupted(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return losses(run)
 
 
-@pytest.mark.parametrize(("mode", "kills"), [case[1:] for case in CASES if case[0] == "sft"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["auto", "resume_path", "moved"])
 def test_sft_has_the_losses_of_an_uninterrupted_run(
-    small: Path, tmp_path: Path, uninterrupted: dict[int, float], mode: str, kills: Kills
+    small: Path, tmp_path: Path, uninterrupted: dict[int, float], mode: str
 ) -> None:
     run = Run("sft", tmp_path / "sft", small)
-    run.go_through(kills, mode)
+    run.go_through(SFT_KILLS, mode)
     assert run.starts[0] == [1, 2, 3, 4, 5] and run.starts[-1] == [9, 10, 11, 12, 13, 14]
     assert checkpoints.whole_steps(run.out) == [4, 14], "the best and the last"
     assert len(uninterrupted) == 14 and losses(run) == pytest.approx(uninterrupted, rel=1e-5)
@@ -216,7 +205,7 @@ def prompts_drawn(checkpoint: Path) -> int:
     return torch.load(checkpoint / "data.pt", weights_only=False)["_num_yielded"]
 
 
-@pytest.mark.parametrize(("trainer", "mode", "kills"), [case for case in CASES if case[0] != "sft"])
+@pytest.mark.parametrize(("trainer", "mode", "kills"), CASES)
 def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mode: str, kills: Kills) -> None:
     with running_server() as url:
         run = Run(trainer, tmp_path / "rl", small, url)
@@ -234,7 +223,7 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
         assert prompts_drawn(late) >= prompts_drawn(early) + 8, "the data started anew"
 
 
-@pytest.mark.skipif(CASES is CHOSEN, reason="takes minutes: RETOOL_RESUME_MATRIX=1; unit/rollout/test_liveness.py")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
@@ -274,6 +263,7 @@ def test_a_process_of_the_agent_loops_that_is_gone_ends_the_run(small: Path, tmp
     assert run.starts[-1] == [3, 4] and read_tally(run.out).faults() == []
 
 
+@pytest.mark.nightly
 def test_a_half_written_checkpoint_is_refused_by_path(small: Path, tmp_path: Path) -> None:
     broken = tmp_path / "sft" / "global_step_6"
     broken.mkdir(parents=True)

@@ -33,7 +33,7 @@ print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_sandbox_runs_if_nothing_else_is_installed(tmp_path):
     source, python = tmp_path / "source", tmp_path / "env/bin/python"

@@ -18,7 +18,7 @@ from tests.ports import free_port
 from tests.unit.sandbox.server_process import REPOSITORY, Server
 from verl_ext.sandbox import SandboxClient
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 CLIENTS = 32
 
 

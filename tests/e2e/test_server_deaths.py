@@ -1,5 +1,5 @@
-"""Kill real vLLM servers: kill -9 for one engine, SIGSTOP for another. Two die in generation; of the four that
-`RETOOL_FLEET=1` runs, two while their rollouts wait for their tools, and two during weight updates.
+"""Kill real vLLM servers: kill -9 for one engine, SIGSTOP for another. Two die in generation, two while their rollouts
+wait for their tools, and two during weight updates.
 
 The servers, router and checkpoint engine are verl's; there is no trainer. All requests end with all their tokens, whose
 log-probs plain transformers recompute in fp32.
@@ -23,7 +23,7 @@ import torch
 from tests.e2e.versions import SAME, cluster, difference, redone
 from tests.e2e.watched_fleet import engine_of, sampling, watched_fleet, written
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 TOKENS = 2000  # seconds of generation, in which a signal comes
 REQUESTS = 8
 LIMITS = {"every_s": 0.5, "suspect_s": 3, "dead_s": 12, "update_s": 30, "start_s": 30, "wait_s": 300}
@@ -187,7 +187,6 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
     fleet.fleet.actor_works()  # raises if the watcher failed
 
 
-@pytest.mark.skipif("RETOOL_FLEET" not in os.environ, reason="takes minutes; RETOOL_FLEET=1 runs it")
 def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, capsys):
     folder, versions = models
     with servers(folder, 4) as fleet:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.conftest import launch, read_metrics, run_to_end
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 LAYOUTS = {  # ranks, Ulysses ranks per sequence
     "one process": (1, 1),

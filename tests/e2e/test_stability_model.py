@@ -12,7 +12,7 @@ from tests.e2e.versions import SAME
 from tests.e2e.vllm_server import serve
 from verl_ext.analysis.tiny_model import TinyModel, Weights, load_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 RESPONSES, LENGTH = 8, 64  # per prompt; tokens at most
 

@@ -3,11 +3,8 @@
 Each tau gets six steps in verl's mode `separate_async`, with a sandbox so slow that responses outlast updates. Every
 version is a checkpoint. Plain transformers in fp32 recompute the log-probs of every response that was trained on, with
 the weights that its spans name and with those of the version before and the one after.
-
-`RETOOL_STALENESS=1 pytest -m slow tests/e2e/test_staleness.py` takes about two minutes per tau.
 """
 
-import os
 import re
 import runpy
 from collections.abc import Iterator
@@ -21,11 +18,7 @@ from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
 from tests.e2e.versions import SAME, load_version, log_probs_of
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif("RETOOL_STALENESS" not in os.environ, reason="takes minutes; RETOOL_STALENESS=1 runs it"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 slow_sandbox = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["slow_sandbox"]
 STEPS = 6

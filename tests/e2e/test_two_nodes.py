@@ -20,7 +20,7 @@ from tests.processes import kill_tree
 from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.sandbox import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 # Ray refuses sizes for a running cluster; configs/hardware/cpu.yaml gives them for one that the run starts.

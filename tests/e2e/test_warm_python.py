@@ -13,7 +13,7 @@ import pytest
 
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, stub, warm_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -143,6 +143,7 @@ def test_running_requests_continue_over_their_cache_and_each_token_has_its_versi
         assert difference(versions, PROMPTS[0], output, [(20, 2)]) < SAME
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fleet", ["abort"], indirect=True)
 def test_an_update_interrupts_requests_at_once_and_waits_for_no_output(fleet, models, capsys):
     import ray
@@ -163,6 +164,7 @@ def test_an_update_interrupts_requests_at_once_and_waits_for_no_output(fleet, mo
     assert after.extra_fields["version_runs"] == [(20, 1)] and after.extra_fields["num_cached_tokens"] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fleet", ["drain"], indirect=True)
 def test_running_requests_end_before_an_update_and_others_begin_after_it(fleet, models):
     import ray

@@ -248,7 +248,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_step_of_another_model_runs_without_checkpointing(one_thread, context, tmp_path):
     shape = ModelShape("qwen2", 2, 32, 64, 2, 1, 16, 96, False)
     (tmp_path / "config.json").write_text(json.dumps(shape.config()))
@@ -363,7 +363,7 @@ def test_torch_asks_nvml_and_not_cuda_when_test_modules_are_imported(tmp_path):
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_stages_on_torch_alone_pass_on_a_cpu_and_import_neither_verl_nor_what_only_it_brings(tmp_path):
     """The machine that is lent has torch and transformers, and none of these."""

@@ -1,6 +1,6 @@
 """The launchers in recipe/retool: what they start, and whether verl accepts it.
 
-The slow test prints each run by its launcher and lets verl accept it.
+The nightly test prints each run by its launcher and lets verl accept it.
 """
 
 import json
@@ -287,7 +287,7 @@ def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {Path(path).stem: text for path, text in json.loads((folder / "answer.json").read_text()).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # the first one waits for all launchers
 @pytest.mark.parametrize("run", RUNS)
 def test_verl_accepts_what_the_launcher_prints(run: str, printed: Printed, refused: dict[str, str]):
@@ -299,7 +299,7 @@ def test_verl_accepts_what_the_launcher_prints(run: str, printed: Printed, refus
     assert run not in refused, refused[run]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", ON_A_CPU)
 def test_verl_accepts_on_a_cpu_what_no_test_starts_there(run: str, refused: dict[str, str]):

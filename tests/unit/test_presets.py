@@ -130,7 +130,7 @@ def test_a_launcher_puts_an_objective_after_all_of_the_runs_own_values(run, tmp_
     assert "+objective=icepop" in done.stdout.splitlines() and "objective=icepop" not in done.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_verl_prints_a_run_with_an_objective():
     done = subprocess.run(

@@ -181,7 +181,7 @@ def test_a_run_that_says_nothing_of_its_settings_is_refused(script, played, tmp_
         script.main(["--out", str(tmp_path)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_is_killed_costs_the_run_of_no_other(script, monkeypatch, tmp_path, capsys):
     """Real processes: one of two runs kills its own whenever it is played."""
     monkeypatch.setattr(script, "run", _run_or_die)

@@ -116,7 +116,7 @@ def model_folder(small_task, tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_folder_holds_the_model_and_says_that_its_weights_come_from_4_bits(model_folder):
     import torch
@@ -139,7 +139,7 @@ def test_the_folder_holds_the_model_and_says_that_its_weights_come_from_4_bits(m
     assert "Paris" in tokenizer.decode(said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_sft_trains_on_the_very_tokens_of_a_rollout_with_this_tokenizer(model_folder, small_task, roll_out, tmp_path):
     from omegaconf import OmegaConf

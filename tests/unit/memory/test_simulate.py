@@ -214,7 +214,9 @@ FAST = ("0.5B", "few tokens")  # the others simulate more operations: up to 40 s
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in FAST)) for each in PLANS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each not in FAST)) for each in PLANS]
+)
 def test_estimate_agrees_with_the_simulation(name):
     plan, where = PLANS[name]
     seen, estimated = simulated(plan), estimate(plan)

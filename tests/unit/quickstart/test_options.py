@@ -108,14 +108,14 @@ def test_help_and_the_wrong_part_of_the_tests_install_nothing(checkout):
         done, installed = checkout(script, *arguments)
         assert (done.returncode, installed) == (0, False) and "Usage:" in done.stdout
     done, installed = checkout("test.sh", "uint")
-    assert (done.returncode, installed) == (2, False) and "'uint' is neither a part (unit, slow, all)" in done.stderr
+    assert (done.returncode, installed) == (2, False) and "'uint' is neither a part (unit, nightly)" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
         ("quickstart.sh", ["--rl=~trainer.x", "--sta", "rl", "--out", "x"]),  # as argparse has it: --stage
-        ("test.sh", ["slow", "-k", "lock"]),
+        ("test.sh", ["nightly", "-k", "lock"]),
         ("test.sh", ["-k", "lock"]),
         ("test.sh", ["unit", "scripts/test.sh::name"]),
     ],

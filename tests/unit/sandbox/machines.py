@@ -33,16 +33,18 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play th
 needs_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers here are those of x86_64")
 
 
-def machines(*names: str, slow: Sequence[str] = ()) -> list:
-    """Return the parameters of a test or fixture, with what a machine needs; those of `slow` carry that mark."""
+def machines(*names: str, nightly: Sequence[str] = ()) -> list:
+    """Return the parameters of a test or fixture, with what a machine needs; those of `nightly` carry that mark."""
     marks = {"all layers": []}
     return [
-        pytest.param(name, marks=marks.get(name, [needs_root, needs_x86_64]) + [pytest.mark.slow] * (name in slow))
-        for name in (*names, *slow)
+        pytest.param(
+            name, marks=marks.get(name, [needs_root, needs_x86_64]) + [pytest.mark.nightly] * (name in nightly)
+        )
+        for name in (*names, *nightly)
     ]
 
 
-USUAL = machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user"))
+USUAL = machines("all layers", "ordinary user in plain Docker", nightly=("plain Docker", "ordinary user"))
 
 
 def server_on(params: list, *options: str, workers: int = 2, needs: str = "rlimits") -> Callable:
