@@ -1,16 +1,14 @@
 #!/usr/bin/env bash
 # Test a machine with a GPU in stages, and print what was expected and seen. A stage takes at most 8 minutes, all of them 30.
 #
-# Usage: bash scripts/gpu_acceptance.sh [STAGE...] [--device cpu] [--wheels FOLDER] [--out FOLDER] [--minutes N] [--list] [--help]
+# Usage: bash scripts/gpu_acceptance.sh [STAGE...] [--device cpu] [--out FOLDER] [--minutes N] [--list] [--help]
 #   PYTHON   default: .venv/bin/python, or python3 if there is none: the first stages need only torch and transformers
-# `--list` names the stages and what each lacks here; `--help` has the options of single stages. For a machine without a
-# package index, `python scripts/gpu_wheels.py make` collects the folder of wheels on another one.
-# The table is also in outputs/gpu_acceptance/acceptance.md, with date and commit, together with the rows of earlier runs.
+# `--list` names the stages and what each lacks here. The table is also in outputs/gpu_acceptance/acceptance.md, with date
+# and commit, below the tables of earlier runs.
 # Exit status: 0 all chosen stages passed; 1 one failed; 2 a wrong option; 3 some did not run (the table says why).
-# `pytest -m gpu` runs the same stages as tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z ${PYTHON-} ]]; then
   if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
-exec "$PYTHON" -m tests.gpu "$@"
+exec "$PYTHON" -m scripts.gpu_acceptance "$@"

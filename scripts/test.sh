@@ -7,7 +7,7 @@ usage() {
 Usage: bash scripts/test.sh [unit|nightly] [pytest arguments]
            what CI runs for a change: ruff, import-linter and the site, all tests that are not `nightly` (18 minutes)
   unit     of that, all but the launches of real commands, which are marked `slow` (five minutes)
-  nightly  every test: also those marked `nightly` and, if there is a GPU, `gpu` (an hour and a half)
+  nightly  every test, also those marked `nightly` (an hour and a half)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
 }
@@ -90,7 +90,7 @@ trap 'exit 143' TERM
 ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py tests/e2e/test_sandbox_faults.py)
 case $PART in # `unit`: pyproject.toml
     unit) MARKS=() ;;
-    change) MARKS=(-m "not nightly and not gpu") ;;
+    change) MARKS=(-m "not nightly") ;;
     nightly) MARKS=(-m "") ;;
 esac
 run_pytest() { "$PYTHON" -m pytest "${MARKS[@]}" --durations=30 --durations-min=2 "$@"; }
@@ -112,7 +112,7 @@ else
     run_pytest -n 2 tests/unit
     if [ "$PART" != unit ]; then
         say "end-to-end tests, two at a time because a run often waits"
-        run_pytest -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
+        run_pytest -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e
         say "end-to-end tests that need the machine to themselves"
         run_pytest "${ALONE[@]}"
     fi

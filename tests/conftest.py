@@ -1,17 +1,12 @@
-"""For all tests: what a shell may have told this process to ignore, and so all that the tests start; and torch's look
-at the GPU."""
+"""For all tests: what a shell may have told this process to ignore, and so all that the tests start."""
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
 
-FAST = "not slow and not nightly and not gpu"  # as pyproject.toml has it
+FAST = "not slow and not nightly"  # as pyproject.toml has it
 
-# Test modules import verl, which asks torch for a GPU (verl 0.9.1, utils/device.py:61). torch then asks NVML, and not
-# CUDA: the stages of tests/gpu are forked from this process, and no fork of a process that asked CUDA can use it.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 

@@ -1,6 +1,5 @@
 """Test the GPU acceptance's stages that start verl, on a CPU; tests/unit/test_gpu_acceptance.py has the others."""
 
-import json
 import os
 import subprocess
 import sys
@@ -19,16 +18,12 @@ def test_verls_buckets_and_an_sft_that_is_killed_resumed_and_merged_pass_on_a_cp
     done = subprocess.run([*command, f"--out={tmp_path}"], capture_output=True, text=True, env=environment)
     logs = [f"{path}:\n{path.read_text(errors='replace')[-4000:]}" for path in sorted(tmp_path.glob("*.log"))]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
-    rows = {
-        (result["name"], row["what"]): row["ok"]
-        for result in json.loads((tmp_path / "acceptance.json").read_text())
-        for row in result["rows"]
-    }
-    assert rows == {
-        ("buckets", "0.00318 GB by verl's buckets"): True,
-        ("sft", "killed after the checkpoint of step"): True,
-        ("sft", "first step of the resumed run"): True,
-        ("sft", "steps of SFT of the resumed run"): True,
-        ("sft", "losses of the resumed run against a CPU's"): True,
-        ("sft", "merged"): True,
-    }
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines() if line[:1] == "|"]
+    assert [(stage, what, ok) for _, stage, what, _, _, ok, _ in rows[2:]] == [
+        ("buckets", "0.00318 GB by verl's buckets", "ok"),
+        ("sft", "killed after the checkpoint of step", "ok"),
+        ("sft", "first step of the resumed run", "ok"),
+        ("sft", "steps of SFT of the resumed run", "ok"),
+        ("sft", "losses of the resumed run against a CPU's", "ok"),
+        ("sft", "merged", "ok"),
+    ]

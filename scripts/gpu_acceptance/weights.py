@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty
 
-from tests.gpu.stage import Context, Row
+from scripts.gpu_acceptance.stage import Context, Row
 
 TIMEOUT_S = 100  # below the stage's limit, so that a receiver that died is told by its own error
 BUCKETS_S = 200  # the same, with verl's imports in the receiver

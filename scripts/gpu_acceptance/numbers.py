@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.stage import Context, Row
+from scripts.gpu_acceptance.stage import Context, Row
 from verl_ext.memory.shape import ModelShape, read_shape
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a stage is, what it finds, and running one in a process of its own, so that nothing outlives it on the GPU."""
+"""What a stage is, what it finds, and running one in a separate process, so that nothing outlives it on the GPU."""
 
 import importlib.metadata
 import importlib.util
@@ -28,24 +28,10 @@ class Context:
     Args:
         device: cuda or cpu; on a CPU everything is small.
         folder: for what the stage writes, its log included.
-        site: a folder on sys.path, where packages of `wheels` are installed.
-        wheels: a folder of wheels, or None.
-        shape: of the model of a training step, as `read_shape` takes it: a model folder, or a name; empty for the 4B.
-        tokens: of a micro-batch of a training step; 0 for the stage's own.
-        checkpointing: gradient checkpointing of a training step.
-        keep_logits: a training step has the logits beside their gradient, as in the rows of docs/evidence/gpu.md.
-        run: the folder of an SFT or RL run of the tiny task, whose model is evaluated, or None.
     """
 
     device: str
     folder: Path
-    site: Path
-    wheels: Path | None = None
-    shape: str = ""
-    tokens: int = 0
-    checkpointing: bool = True
-    keep_logits: bool = False
-    run: Path | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -54,7 +40,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `ok` is None where nothing is expected, and the figure is only told."""
+    """One line of the table; `ok` is None if nothing is expected."""
 
     what: str
     expected: str
@@ -70,29 +56,19 @@ class Stage:
     about: str
     packages: tuple[str, ...]
     run: Callable[[Context], Iterator[Row]]
-    limit_s: int = LIMIT_S
+    limit_s: float = LIMIT_S
     cuda_only: bool = False
 
 
 @dataclass
 class Result:
-    """What came of a stage: rows up to where it broke off (`error`), or why it was `not_run`.
-
-    `options` are those that it ran with (`--device cpu`), and `at` when, from which commit and by which Python.
-    """
+    """What came of a stage: rows up to where it broke off (`error`), or why it was `not_run`."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
     not_run: str = ""
     error: str = ""
     seconds: float = 0.0
-    options: str = ""
-    at: str = ""
-
-    @property
-    def label(self) -> str:
-        """What is written after scripts/gpu_acceptance.sh to have it again."""
-        return f"{self.name} {self.options}".rstrip()
 
     @property
     def passed(self) -> bool:
@@ -161,7 +137,7 @@ def run_stage(stage: Stage, context: Context, show: Callable[[Row], None] = lamb
         process.join()
     result.seconds = time.monotonic() - start
     if result.error == TOO_LONG:
-        result.error = f"not done after {stage.limit_s} s (its log: {log})"
+        result.error = f"not done after {stage.limit_s:.0f} s (its log: {log})"
     elif result.error == DIED:
         result.error = f"its process ended with exit code {process.exitcode} (its log: {log})"
     elif not result.rows and not result.error and not result.not_run:

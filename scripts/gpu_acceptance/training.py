@@ -1,8 +1,7 @@
-"""One step of SFT and one of RL's actor at the 4B's shape: the peak of memory against what the doctor says.
+"""A step of RL's actor at the 4B's shape: the peak of memory against what the doctor says.
 
 The step is written out as verl's FSDP engine makes it (FSDP2, weights and moments in fp32, compute in bf16, gradient
-checkpointing, two micro-batches of as many tokens as the 4B's YAML allows), so that it needs no verl. Another model,
-other tokens and what is kept in memory are options of scripts/gpu_acceptance.sh.
+checkpointing, two micro-batches of as many tokens as the 4B's YAML allows), so that it needs no verl.
 """
 
 import gc
@@ -11,23 +10,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.gpu.numbers import FOUR_B, build_model, four_b, one_rank
-from tests.gpu.stage import Context, Row
+from scripts.gpu_acceptance.numbers import build_model, four_b, one_rank
+from scripts.gpu_acceptance.stage import Context, Row
 from verl_ext.memory.estimate import TOLERANCE, Plan, estimate
-from verl_ext.memory.shape import ModelShape, read_shape
+from verl_ext.memory.shape import ModelShape
 from verl_ext.memory.words import GIB
 
 MICRO_BATCHES = 2
 TOKENS = {"cuda": 10_240, "cpu": 128}  # of a micro-batch; the first is configs/qwen3-4b_dapo.yaml's
 
 
-def log_probs_of(logits, labels, *, keep_logits: bool = False):
+def log_probs_of(logits, labels):
     """Log-probability of each label, fp32[T], whose backward pass puts the gradient in the logits' place, as verl's.
 
     Args:
         logits: bf16[T, V].
         labels: int64[T].
-        keep_logits: the gradient is beside them.
     """
     import torch
 
@@ -41,17 +39,12 @@ def log_probs_of(logits, labels, *, keep_logits: bool = False):
         @staticmethod
         def backward(ctx, upstream):
             logits, labels, totals = ctx.saved_tensors
-            gradient = logits.clone() if keep_logits else logits
-            for rows, total, up in zip(*(each.split(256) for each in (gradient, totals, upstream)), strict=True):
+            for rows, total, up in zip(*(each.split(256) for each in (logits, totals, upstream)), strict=True):
                 rows.copy_((rows.float() - total[:, None]).exp().mul_(-up[:, None]))
-            gradient[torch.arange(len(labels), device=labels.device), labels] += upstream.to(logits.dtype)
-            return gradient, None
+            logits[torch.arange(len(labels), device=labels.device), labels] += upstream.to(logits.dtype)
+            return logits, None
 
     return LogProbs.apply(logits, labels)
-
-
-def sft_loss(log_probs, old, advantages):
-    return -log_probs.mean()
 
 
 def actor_loss(log_probs, old, advantages):
@@ -62,26 +55,17 @@ def actor_loss(log_probs, old, advantages):
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28)).mean()
 
 
-def check_sft_step(context: Context) -> Iterator[Row]:
-    yield from _steps(context, sft_loss)
-
-
 def check_actor_step(context: Context) -> Iterator[Row]:
-    yield from _steps(context, actor_loss)
-
-
-def _steps(context: Context, loss_of) -> Iterator[Row]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    plan = plan_of(context)
-    shape, tokens = plan.shape, plan.tokens
+    shape, tokens = four_b(context), TOKENS[context.device]
+    plan = Plan(shape, tokens, checkpointing=True, keeps_logits=False)
     expected = {fused: expected_peaks(replace(plan, fused=fused), context) for fused in (True, False)}
     with one_rank(context):
         model = build_model(shape, context)
-        if plan.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mesh = init_device_mesh(context.device, (1,))
         for module in [*model.model.layers, model]:
@@ -90,21 +74,8 @@ def _steps(context: Context, loss_of) -> Iterator[Row]:
         weights = f"{shape.parameters / gigabytes * 4:.1f} {'GiB' if context.is_cuda else 'MiB'} of weights"
         yield Row("model", "", f"{weights}, {MICRO_BATCHES} x {tokens:,} tokens")
         for fused in (True, False):
-            yield from _step(context, model, shape, tokens, loss_of, fused=fused)
+            yield from _step(context, model, shape, tokens, fused=fused)
             yield from _peaks(context, expected[fused], "fused" if fused else "foreach")
-
-
-def plan_of(context: Context) -> Plan:
-    """What the options say; without them the 4B with the tokens of its YAML.
-
-    Raises:
-        ValueError: no model of that name or folder.
-    """
-    shape = read_shape(context.shape) if context.shape else four_b(context)
-    if shape is None:
-        raise ValueError(f"--shape {context.shape}: expected a folder with config.json, or a name such as {FOUR_B}")
-    tokens = context.tokens or TOKENS[context.device]
-    return Plan(shape, tokens, checkpointing=context.checkpointing, keeps_logits=context.keep_logits)
 
 
 def expected_peaks(plan: Plan, context: Context) -> dict[str, float]:
@@ -117,7 +88,7 @@ def expected_peaks(plan: Plan, context: Context) -> dict[str, float]:
     return peaks
 
 
-def _step(context: Context, model, shape: ModelShape, tokens: int, loss_of, *, fused: bool) -> Iterator[Row]:
+def _step(context: Context, model, shape: ModelShape, tokens: int, *, fused: bool) -> Iterator[Row]:
     """Two steps with an optimizer of their own: the first makes its state, the second is measured."""
     import torch
 
@@ -137,9 +108,9 @@ def _step(context: Context, model, shape: ModelShape, tokens: int, loss_of, *, f
             start = time.monotonic()
             for _ in range(MICRO_BATCHES):
                 logits = model(input_ids=ids).logits.squeeze(0)
-                log_probs = log_probs_of(logits, ids[0].roll(-1), keep_logits=context.keep_logits)
+                log_probs = log_probs_of(logits, ids[0].roll(-1))
                 del logits
-                loss = loss_of(log_probs, log_probs.detach(), advantages) / MICRO_BATCHES
+                loss = actor_loss(log_probs, log_probs.detach(), advantages) / MICRO_BATCHES
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -1,16 +1,14 @@
 """The machine itself: driver, versions, compiler, and whether its arithmetic is right."""
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.gpu.numbers import below, relative_error
-from tests.gpu.stage import Context, NotRun, Row, installed
+from scripts.gpu_acceptance.numbers import below, relative_error
+from scripts.gpu_acceptance.stage import Context, NotRun, Row, installed
 from verl_ext.versions import pinned_version, read_lock
 
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
@@ -39,9 +37,9 @@ def nvcc_release() -> str:
 def check_machine(context: Context) -> Iterator[Row]:
     import torch
 
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "flash-attn"):
         version, wanted = installed(name).split("+")[0], locked(name)
-        # another one is no fault of the machine: the stages on torch alone run with it
+        # Another version, or no flash-attn, is no fault of the machine: the stages on torch alone run with it.
         yield Row(name, wanted, version, (version == wanted or None) if context.is_cuda else None)
     if context.is_cuda:
         yield from _check_gpu()
@@ -125,24 +123,3 @@ def _seconds(torch, call) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1000)
     return sorted(times[3:])[5]
-
-
-# flash-attn -----------------------------------------------------------------------------------------------------------
-
-
-def check_flash_attention(context: Context) -> Iterator[Row]:
-    """The package is there, or a wheel of it is in the folder of wheels. PyPI has its source alone."""
-    if not importlib.util.find_spec("flash_attn"):
-        wheels = sorted(context.wheels.rglob("flash_attn-*.whl")) if context.wheels else []
-        if not wheels:
-            raise NotRun(
-                "flash-attn is not installed, and no wheel of it is in --wheels FOLDER. It is not built here: 22 of "
-                "its 73 files took 9 minutes with 16 jobs, and a stage has 8"
-            )
-        command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", f"--target={context.site}"]
-        subprocess.run([*command, str(wheels[-1])], check=True)
-        importlib.invalidate_caches()
-    import flash_attn
-
-    version = flash_attn.__version__
-    yield Row("flash-attn", locked("flash-attn"), version, version == locked("flash-attn"))

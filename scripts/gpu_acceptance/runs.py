@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.gpu.stage import Context, Row
+from scripts.gpu_acceptance.stage import Context, Row
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -111,7 +111,7 @@ def check_sft(context: Context) -> Iterator[Row]:
     if context.is_cuda:
         run(script, whole / "log.txt", **inputs, OUTPUT_DIR=str(whole))
         losses = metrics(whole, "train/loss")
-        yield from _against_recorded(losses, recorded)
+        yield from against_recorded(losses, recorded)
 
     moment, stopped = stop_at("update:5", broken)  # in step 5, in every process that steps
     with open(broken / "log.txt", "wb") as sink:
@@ -127,7 +127,7 @@ def check_sft(context: Context) -> Iterator[Row]:
     run(script, broken / "log.txt", **inputs, OUTPUT_DIR=str(broken))
     again, begun = metrics(broken, "train/loss"), first_step(broken)
     yield Row("first step of the resumed run", "4", str(begun), begun == 4)
-    yield from _against_recorded(again, recorded, "of the resumed run")
+    yield from against_recorded(again, recorded, "of the resumed run")
     if context.is_cuda:
         worst = max(abs(again.get(step, 0) - loss) for step, loss in losses.items())
         yield Row("losses of the resumed run", "equal to 1e-5", f"differ by {worst:.2e}", worst < 1e-5)
@@ -138,7 +138,7 @@ def check_sft(context: Context) -> Iterator[Row]:
     yield Row("merged", "a model that loads", load(target, context), True)
 
 
-def _against_recorded(losses: dict[int, float], recorded: dict[int, float], whose: str = "") -> Iterator[Row]:
+def against_recorded(losses: dict[int, float], recorded: dict[int, float], whose: str = "") -> Iterator[Row]:
     text = f"{len(losses)}, loss {losses.get(1, 0):.4f} to {losses.get(STEPS, 0):.4f}"
     yield Row(f"steps of SFT {whose}".rstrip(), str(STEPS), text, len(losses) == STEPS)
     worst = max(abs(losses.get(step, 0) / loss - 1) for step, loss in recorded.items())
@@ -267,27 +267,20 @@ def used() -> float:
 
 
 def check_evaluation(context: Context) -> Iterator[Row]:
-    """`python -m verl_ext.evaluation`: vLLM in the command's own process, tools on.
+    """Run `python -m verl_ext.evaluation`: vLLM in the command's process, tools on.
 
-    Of the run that --run names; else of the model that the stage `rl` left after its SFT; else of a random one, which
-    writes no program.
+    It takes the model that the stage `rl` left after its SFT, or else a random one, which writes no program.
     """
-    from verl_ext.evaluation.checkpoint import find_checkpoint, merge
     from verl_ext.sandbox.launch import running_server
 
-    inputs, out, policy = (
-        make_inputs(context.folder),
-        context.folder / "evaluation",
-        context.folder.parent / "rl/policy",
+    inputs, out = make_inputs(context.folder), context.folder / "evaluation"
+    policy = context.folder.parent / "rl" / "policy"
+    learned = policy.is_dir()
+    yield Row(
+        "model", "", "of the stage rl, after its SFT" if learned else "random weights: run rl before to see calls"
     )
-    if context.run:
-        model, whose = merge(find_checkpoint(context.run)), f"of {context.run}"
-    elif policy.is_dir():
-        model, whose = policy, "of the stage rl, after its SFT"
-    else:
-        model, whose = Path(inputs["MODEL_PATH"]), "random weights: no calls are expected; give --run, or run rl before"
-    yield Row("model", "", whose)
-    command = [sys.executable, "-m", "verl_ext.evaluation", "--model", str(model), "--out", str(out)]
+    model = str(policy) if learned else inputs["MODEL_PATH"]
+    command = [sys.executable, "-m", "verl_ext.evaluation", "--model", model, "--out", str(out)]
     command += ["--config=tiny_dapo", f"--data={inputs['DATA_DIR']}/eval.parquet", "--n=2"]
     if context.is_cuda:
         command += rl_on_gpu()
@@ -297,6 +290,5 @@ def check_evaluation(context: Context) -> Iterator[Row]:
     samples, tools = result["samples"], result["tools"]
     judged, wanted = samples["judged"], samples["wanted"]
     yield Row("samples judged", str(wanted), str(judged), judged == wanted > 0)
-    learned, text = model != Path(inputs["MODEL_PATH"]), f"{tools['tool/calls'] * judged:.0f}"
-    text += f", {tools['tool/ok_rate']:.0%} of them ran well"
+    text = f"{tools['tool/calls'] * judged:.0f}, {tools['tool/ok_rate']:.0%} of them ran well"
     yield Row("tool calls", ">= 1" if learned else "", text, tools["tool/calls"] > 0 if learned else None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tests.gpu.stage import Context, Row
+from scripts.gpu_acceptance.stage import Context, Row
 
 REQUESTS = 4
 TOKENS = 800

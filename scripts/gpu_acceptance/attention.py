@@ -4,8 +4,8 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from tests.gpu.numbers import FOUR_B, below, build_model, four_b, relative_error
-from tests.gpu.stage import Context, Row
+from scripts.gpu_acceptance.numbers import FOUR_B, below, build_model, four_b, relative_error
+from scripts.gpu_acceptance.stage import Context, Row
 
 LENGTHS = (300, 1, 77, 512, 128)  # tokens; one token, and lengths that fill no block of a kernel
 
