@@ -26,7 +26,7 @@ from published import Published, begin, has_begun  # noqa: E402
 from seeds import COLUMNS, accuracy, estimate, figures_of, obey_signals, quickstart  # noqa: E402
 
 from verl_ext.evaluation.estimators import half_width  # noqa: E402
-from verl_ext.plots.charts import Chart, Series  # noqa: E402
+from verl_ext.pages.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.quickstart.options import JOURNAL  # noqa: E402
 from verl_ext.quickstart.rungs import RUNGS, digest  # noqa: E402

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import yaml
 
-from verl_ext.plots.charts import Chart, Series
+from verl_ext.pages.charts import Chart, Series
+from verl_ext.pages.page import environment, render
 from verl_ext.plots.drawing import write_picture
-from verl_ext.report.page import page_environment
 from verl_ext.report.verdict import held_out_source
 from verl_ext.runs import durable
 from verl_ext.runs.folder import metric_files
@@ -256,9 +256,9 @@ def chart(part: Part, metric: Compared) -> Chart | None:
 
 def write_page(parts: Sequence[Part], out: Path) -> None:
     """Write the page, with all charts, tables and the columns' names."""
-    template = page_environment(Path(__file__).parent).get_template("compare_template.html")
-    page = template.render(
-        parts=parts,
+    page = render(
+        environment(Path(__file__).parent).get_template("compare_template.html"),
+        compared=parts,
         charts={part.name: [(metric, chart(part, metric)) for metric in COMPARED[part.name]] for part in parts},
         rows=rows,
         format_ends=format_ends,

@@ -30,7 +30,7 @@ from verl_ext.cpu import is_cpu_only  # noqa: E402
 from verl_ext.datasets import arithmetic  # noqa: E402
 from verl_ext.evaluation.figures import align  # noqa: E402
 from verl_ext.evaluation.samples import Sample, read_dump  # noqa: E402
-from verl_ext.plots.charts import Chart, Series  # noqa: E402
+from verl_ext.pages.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
 
 SOURCE = "word_problems"

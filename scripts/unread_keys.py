@@ -29,7 +29,7 @@ from verl_ext.versions import VERL as VERSIONS  # noqa: E402
 TARGET = ROOT / "verl_ext" / "doctor" / "unread_keys.json"
 ENTRIES = {"ppo_trainer": "verl.trainer.main_ppo", "sft_trainer_engine": "verl.trainer.sft_trainer"}
 # Packages of verl_ext that only look at runs: the keys they read do nothing in a run.
-LOOKERS = ("analysis", "doctor", "evaluation", "memory", "plots", "quickstart", "report", "view")
+LOOKERS = ("analysis", "doctor", "evaluation", "memory", "pages", "plots", "quickstart", "report", "view")
 NOT_OF = {"ppo_trainer": (*LOOKERS, "datasets"), "sft_trainer_engine": LOOKERS}
 # Sections that are passed as a whole to another package or to Hydra.
 HANDED_ON = ("transfer_queue", "global_profiler.global_tool_config", "ray_kwargs.ray_init", "model_engine")

@@ -12,5 +12,5 @@ def test_an_installation_has_all_files_of_the_package(tmp_path: Path) -> None:
     subprocess.run(command, cwd=REPO, check=True)
     package = [path for path in (REPO / "verl_ext").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     names = {path.relative_to(REPO) for path in package}
-    assert {path.name for path in names} >= {"uPlot.min.js", "view.css", "group.html", "curves.yaml"}
+    assert {path.name for path in names} >= {"uPlot.min.js", "page.css", "group.html", "curves.yaml"}
     assert sorted(name for name in names if not (tmp_path / name).is_file()) == []

@@ -23,7 +23,7 @@ from verl_ext.analysis.calibration import (
 )
 from verl_ext.analysis.schedules import Machine, Step, asynchronous, coarser, partial, sync
 from verl_ext.analysis.workload import Shape, shape_of
-from verl_ext.plots.charts import Chart, Series
+from verl_ext.pages.charts import Chart, Series
 from verl_ext.plots.drawing import write_picture
 
 STALENESS = range(1, 9)

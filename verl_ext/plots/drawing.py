@@ -7,12 +7,12 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from verl_ext.plots.charts import Chart
+from verl_ext.pages.charts import Chart
 
 WIDTH, HEIGHT = 460, 250  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 70, 450, 12, 206  # its plot area
 MARGIN, HEAD, LEGEND_ROW = 20, 40, 16  # between charts; above one, and for a row of its legend
-COLOURS = ("#2f6bd8", "#d9742b", "#1f9a72", "#8a5bc7", "#c64b78", "#6f7a33", "#3a9cc0", "#9a9a94")  # static/charts.css
+COLOURS = ("#2f6bd8", "#d9742b", "#1f9a72", "#8a5bc7", "#c64b78", "#6f7a33", "#3a9cc0", "#9a9a94")  # page.css
 STYLE = (
     "svg text { font-size: 11.5px; fill: #5f6468; font-variant-numeric: tabular-nums; } "
     "svg .grid { stroke: #ececE7; stroke-width: 1; fill: none; } svg .axis { stroke: #8b9094; stroke-width: 1; } "

@@ -5,23 +5,17 @@ evaluation from the first run's on the same problems. Each run's own report has 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation import figures as evaluation
-from verl_ext.plots.charts import Chart, Series
-from verl_ext.report.page import RL_CURVES, Curve, evaluate_run, page_environment, start_texts, summarize
+from verl_ext.pages.page import render
+from verl_ext.pages.text import duration, percent, points
+from verl_ext.report.page import TEMPLATES, charts, evaluate_run, start_texts, summarize
 from verl_ext.report.run_record import RunRecord, read_run
-from verl_ext.report.verdict import percent, points
 from verl_ext.runs import durable
 from verl_ext.runs.folder import short_names
-from verl_ext.runs.metrics import Metrics
-
-SFT_CURVES = (
-    Curve("train/loss", "SFT loss", "nats per token", "of the model's own tokens"),
-    Curve("val/loss", "SFT validation loss", "nats per token", "of the model's own tokens"),
-)
 
 
 class Compared(NamedTuple):
@@ -50,20 +44,15 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     content = {each.name: each.summary | {"difference_from_first": each.difference} for each in compared}
     durable.write_text(out / "comparison.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    page = page_environment().get_template("comparison.html")
-    durable.write_text(
-        out / "comparison.html",
-        page.render(
-            compared=compared,
-            pairing=pairing(compared),
-            table=table,
-            groups=_group_table(compared),
-            charts=[
-                *_charts(compared, SFT_CURVES, lambda run: run.sft, "SFT step"),
-                *_charts(compared, RL_CURVES, lambda run: run.rl, "RL step"),
-            ],
-        ),
+    html = render(
+        TEMPLATES.get_template("comparison.html"),
+        compared=compared,
+        pairing=pairing(compared),
+        table=table,
+        groups=_group_table(compared),
+        questions=charts([(each.name, each.run) for each in compared]),
     )
+    durable.write_text(out / "comparison.html", html)
     lines = [evaluation.align(table), ""]
     lines += [f"{each.name}: {each.summary['verdict']}" for each in compared]
     return "\n".join([*lines, f"Comparison: {out / 'comparison.html'}"])
@@ -86,7 +75,7 @@ def row(each: Compared) -> list[str]:
         percent(top["after"] or top["before"]) if top else "-",
         points(difference["metrics"]["acc/mean@k"]) if difference else "-",
         percent(figures["metrics"]["tool/error_rate"], interval=False) if figures else "-",
-        f"{summary['rl']['warm_step']['median_s']:.2f} s" if summary["rl"]["warm_step"] else "-",
+        duration(summary["rl"]["warm_step"]["median_s"]) if summary["rl"]["warm_step"] else "-",
         "; ".join(start_texts(trained["starts"])) or ("1" if trained["starts"] else "-"),
     ]
 
@@ -114,16 +103,3 @@ def _group_table(compared: Sequence[Compared]) -> list[list[str]]:
         for group in shown
     ]
     return [["accuracy", *(each.name for each in compared)], *rows]
-
-
-def _charts(
-    compared: Sequence[Compared], curves: Sequence[Curve], metrics_of: Callable[[RunRecord], Metrics], x_label: str
-) -> list[tuple[Curve, Chart]]:
-    """Return a chart per metric that any run has logged, with a line per run."""
-    charts = []
-    for curve in curves:
-        lines = [(each.name, *metrics_of(each.run).curve(curve.key)) for each in compared]
-        series = [Series(name, x, y, points=curve.key == "val/loss") for name, x, y in lines if x]
-        if series:
-            charts.append((curve, Chart(curve.title, series, curve.unit, x_label, include=curve.include)))
-    return charts

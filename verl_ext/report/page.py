@@ -6,23 +6,26 @@ page's layout, comparison.py compares several runs.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jinja2
 import yaml
 
 from verl_ext.evaluation import figures as evaluation
-from verl_ext.plots.charts import SCRIPTS, STYLES, Chart, Series, inline, inline_policy
-from verl_ext.plots.text import finalize
+from verl_ext.pages import curves
+from verl_ext.pages.charts import Chart, Series
+from verl_ext.pages.page import environment as templates
+from verl_ext.pages.page import render
+from verl_ext.pages.text import duration
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout, worst_problems
 from verl_ext.report.run_record import RunRecord, read_run
-from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
+from verl_ext.report.verdict import headline, judge
 from verl_ext.runs import durable
 from verl_ext.runs.machine import environment
-from verl_ext.runs.metrics import Metrics, step_times, warm_step
+from verl_ext.runs.metrics import step_times, warm_step
 
 _SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
 _EVALUATE = "bash scripts/merge_and_eval.sh RUN"
@@ -53,33 +56,6 @@ MAKES = {
 }  # kind of run -> part of its page -> the file it needs, what makes it
 
 
-class Curve(NamedTuple):
-    """A chart of one RL metric."""
-
-    key: str
-    title: str
-    unit: str
-    note: str
-    include: tuple[float, ...] = ()  # values the y axis must reach
-
-
-RL_CURVES = (
-    Curve("train/acc", "accuracy", "share right", "all generated groups, before dynamic sampling", (0, 1)),
-    Curve("critic/score/mean", "reward", "mean score", "groups trained on, after dynamic sampling"),
-    Curve("tool/code_ratio", "code use", "share of responses", "responses that ran code at least once", (0, 1)),
-    Curve(
-        "tool/error_rate", "tool errors", "share of calls", "calls that ended in an error of the model's code", (0, 0.1)
-    ),
-    Curve("actor/entropy", "entropy", "nats per token", "of the policy, over its own tokens", (0,)),
-    Curve("response_length/mean", "response length", "tokens", "mean, tool output included"),
-    Curve(
-        "training/rollout_actor_probs_pearson_corr",
-        "rollout engine against trainer",
-        "Pearson correlation",
-        "of token probabilities; close to 1 when the weights are in sync",
-        (0.99, 1),
-    ),
-)
 SETTINGS = (
     ("prompts per step", "data.train_batch_size"),
     ("samples per prompt", "actor_rollout_ref.rollout.n"),
@@ -104,9 +80,9 @@ def write_report(folder: Path) -> str:
     run = read_run(folder)
     figures = evaluate_run(run)
     summary = summarize(run, figures)
-    page = render(run, summary)
+    html = page(run, summary)
     durable.write_text(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    durable.write_text(folder / "report.html", page)
+    durable.write_text(folder / "report.html", html)
     return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
@@ -119,13 +95,7 @@ def evaluate_run(run: RunRecord) -> dict[str, Any]:
 
 def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
     """Return the content of summary.json: always the same keys; None or empty if there is nothing to say."""
-    rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
-    rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
-    curves = {
-        name: {key: dict(zip(("step", "value"), metrics.curve(key), strict=True)) for key in keys}
-        for name, metrics, keys in (("sft", run.sft, ("train/loss", "val/loss")), ("rl", run.rl, rl_keys))
-    }
-    train_loss, val_loss = ((curve["value"] or [None])[-1] for curve in curves["sft"].values())
+    train_loss, val_loss = ((run.sft.curve(key)[1] or [None])[-1] for key in ("train/loss", "val/loss"))
     walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
     sides = evaluation.to_json(figures)
     judgement = judge(run, sides)
@@ -163,7 +133,6 @@ def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
             "start_up_s": run.start_up,
             "starts": [start._asdict() for start in run.rl.starts],
         },
-        "curves": curves,
         "stages": run.stages,
         "total_wall_s": sum(walls) if walls else None,
         "peak_gb": max((stage["peak_gb"] for stage in run.stages if stage["peak_gb"]), default=None),
@@ -177,7 +146,7 @@ def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, An
     lines = []
     for name, side in zip(run.sides, ("before", "after"), strict=True):
         if figures[side]:
-            lines.append(f"{_capitalized(name)}\n{evaluation.format_evaluation(figures[side])}\n")
+            lines.append(f"{capitalized(name)}\n{evaluation.format_evaluation(figures[side])}\n")
     if figures["difference"]:
         lines.append(f"{evaluation.format_comparison(**figures)}\n")
     lines.append(summary["verdict"])
@@ -190,7 +159,7 @@ def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, An
         split = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
         lines.append(f"First RL step: {sum(phases.values()):.0f} s after the command ({split})")
     if summary["total_wall_s"] is not None:
-        lines.append(f"All stages: {_duration(summary['total_wall_s'])}")
+        lines.append(f"All stages: {duration(summary['total_wall_s'])}")
     makes = MAKES[run.kind]
     lines += [f"Missing: {part}, {makes[part][0]} (to make it: {makes[part][1]})" for part in summary["missing"]]
     return "\n".join(lines)
@@ -207,21 +176,21 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
     ]
 
 
-def render(run: RunRecord, summary: dict[str, Any]) -> str:
-    """Return the page, made of the run's record and the summary's figures. Everything is HTML-escaped."""
+def page(run: RunRecord, summary: dict[str, Any]) -> str:
+    """Return the page, made of the run's record and the summary's figures."""
     rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
     steps, parts = step_times(run.rl)
-    template = page_environment().get_template("report.html")
     times = [Series(name, steps, seconds) for name, seconds in parts.items()]
-    return template.render(
+    return render(
+        TEMPLATES.get_template("report.html"),
         summary=summary,
         groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
         top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
         verdict=judge(run, summary["evaluation"]),
-        rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
-        sft_chart=_sft_chart(run.sft),
+        questions=_with_evaluations(charts([("", run)]), summary),
+        rl=run.rl,
         time_chart=Chart("Step time", times, "seconds", "RL step", stacked=True) if steps else None,
         columns={where: list(group) for where, group in groupby(rollouts, lambda rollout: rollout.where)},
         longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
@@ -231,20 +200,14 @@ def render(run: RunRecord, summary: dict[str, Any]) -> str:
     )
 
 
-def page_environment(*folders: Path) -> jinja2.Environment:
-    """Load templates of this folder and of `folders`: all text is escaped and visible, a missing value is an error."""
-    env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent, *folders]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=finalize,
-    )
-    env.filters |= {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
-    env.globals |= {"styles": inline(STYLES), "scripts": inline(SCRIPTS), "policy": inline_policy()}
-    env.filters |= {"starts": start_texts, "capitalized": _capitalized}
-    return env
+def charts(runs: Sequence[tuple[str, RunRecord]]) -> dict[str, list[Chart]]:
+    """Return question -> charts of SFT and RL, with a line for each of the named runs."""
+    found: dict[str, list[Chart]] = {}
+    for part in ("sft", "rl"):
+        metrics = [(name, None, getattr(run, part)) for name, run in runs]
+        for question, drawn in curves.charts(metrics, x_label=f"{part.upper()} step").items():
+            found.setdefault(question, []).extend(drawn)
+    return found
 
 
 def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
@@ -257,37 +220,21 @@ def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
     ]
 
 
-def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Chart | None:
-    """Return the chart of one metric, None if it was not logged; accuracy also shows the held-out problems."""
-    x, y = rl.curve(curve.key)
-    series = [Series("training", x, y)] if x else []
-    if curve.key == "train/acc":
-        for key in summary["curves"]["rl"]:
-            if source := held_out_source(key):
-                series.append(Series(f"held out: {source}", *rl.curve(key), points=True))
-        top, last = summary["headline"], summary["rl"]["steps"]
-        steps = {name: int(name.removeprefix("step ")) for name in summary["sides"] if name.startswith("step ")}
-        steps |= {"before RL": 0, "after RL": last}
-        named = zip(summary["sides"], ("before", "after"), strict=True)
-        ends = [(steps[name], top[side]) for name, side in named if name in steps and top and top[side]]
-        if ends:
-            spread = [(end["low"], end["high"]) for _, end in ends]
-            values = [end["value"] for _, end in ends]
-            series.append(Series("held out, with interval", [step for step, _ in ends], values, True, spread))
-    if not series:
-        return None
-    return Chart(curve.title, series, curve.unit, "RL step", include=curve.include)
-
-
-def _sft_chart(sft: Metrics) -> Chart | None:
-    """Return the chart of training and validation loss; its axis is logarithmic if the loss falls more than tenfold."""
-    curves = [("training", "train/loss", False), ("validation", "val/loss", True)]
-    series = [Series(name, *sft.curve(key), points=points) for name, key, points in curves if sft.curve(key)[0]]
-    if not series:
-        return None
-    losses = [loss for each in series for loss in each.y]
-    log = min(losses) > 0 and max(losses) > 10 * min(losses)
-    return Chart("SFT loss", series, "nats per token", "SFT step", log=log)
+def _with_evaluations(questions: dict[str, list[Chart]], summary: dict[str, Any]) -> dict[str, list[Chart]]:
+    """Return the charts with the evaluated accuracy and its interval in that of accuracy, at the steps evaluated."""
+    top, last = summary["headline"], summary["rl"]["steps"]
+    steps = {name: int(name.removeprefix("step ")) for name in summary["sides"] if name.startswith("step ")}
+    steps |= {"before RL": 0, "after RL": last}
+    named = zip(summary["sides"], ("before", "after"), strict=True)
+    ends = [(steps[name], top[side]) for name, side in named if name in steps and top and top[side]]
+    if not ends:
+        return questions
+    values, spread = [end["value"] for _, end in ends], [(end["low"], end["high"]) for _, end in ends]
+    marks = Series("held out, with interval", [step for step, _ in ends], values, points=True, spread=spread)
+    return {
+        question: [replace(each, series=[*each.series, marks]) if each.title == "accuracy" else each for each in drawn]
+        for question, drawn in questions.items()
+    }
 
 
 def _lookup(config: Any, dotted: str) -> Any:
@@ -296,17 +243,8 @@ def _lookup(config: Any, dotted: str) -> Any:
     return config
 
 
-def _duration(seconds: float | None) -> str:
-    """Format a duration: `4.2 s`, `5 min 07 s`, `3 h 05 min`."""
-    if seconds is None:
-        return "-"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _capitalized(text: str) -> str:
+def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+TEMPLATES = templates(Path(__file__).parent, starts=start_texts, capitalized=capitalized, segments=split_rollout)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation.figures import POOLED
+from verl_ext.pages.text import percent, points
 from verl_ext.report.run_record import RunRecord
 from verl_ext.runs.metrics import Metrics
 
@@ -112,24 +113,6 @@ def held_out_source(key: str) -> str | None:
     """Return the data source of verl's validation key `val-core/<data source>/acc/mean@<n>`; None for other keys."""
     match = re.fullmatch(r"val-core/(.+)/acc/mean@\d+", key)
     return match[1] if match else None
-
-
-def percent(estimate: Mapping[str, float] | None, *, interval: bool = True) -> str:
-    """Format an estimate as `31.2% [28.4, 34.1]`, or without the interval if none can be stated."""
-    if estimate is None:
-        return "-"
-    stated = interval and estimate["low"] is not None
-    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if stated else ""
-    return f"{100 * estimate['value']:.1f}%{ends}"
-
-
-def points(estimate: Mapping[str, float] | None) -> str:
-    """Format a difference in percentage points: `+62.9 [+59.0, +66.8]`, without the interval if none can be stated."""
-    if estimate is None:
-        return "-"
-    if estimate["low"] is None:
-        return f"{100 * estimate['value']:+.1f}"
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * estimate[end] for end in ("value", "low", "high")))
 
 
 def _headline_group(groups: Groups) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import duckdb
-import jinja2
 import msgspec
 from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
@@ -33,22 +32,19 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl_ext.evaluation.question import first_words, question_of
-from verl_ext.plots import charts
-from verl_ext.plots.text import finalize
-from verl_ext.view import curves, data, export, group, problems, purposes, text, timeline, tokens
+from verl_ext.evaluation.question import question_of
+from verl_ext.pages import curves
+from verl_ext.pages.page import SERVED_POLICY, STATIC, environment, render
+from verl_ext.view import data, export, group, problems, purposes, timeline, tokens
 
 HOST = "127.0.0.1"
-STATIC = Path(__file__).parent / "static"
-OWN_FILES = "script-src 'self'; style-src 'self'; connect-src 'self'; "
 HEADERS = {
-    "content-security-policy": charts.POLICY.format(OWN_FILES, "'self'") + "; frame-ancestors 'none'",
+    "content-security-policy": SERVED_POLICY,
     "x-content-type-options": "nosniff",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-STYLES, SCRIPTS = (*charts.STYLES, STATIC / "view.css"), (*charts.SCRIPTS, STATIC / "view.js")
 
 
 async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -188,23 +184,14 @@ def problems_page(request: Request) -> Response:
 def page(request: Request, template: str, **values: Any) -> Response:
     """Return a page; with `?export=1`, as a file that holds all that it needs and links to nothing."""
     exported, whole = request.query_params.get("export"), request.url.include_query_params(export=1)
-    values |= {"query": request.query_params, "path": request.url.path, "exported": exported}
+    values |= {"query": request.query_params, "path": request.url.path, "runs": request.app.state.runs}
     values["file"] = f"{request.url.path}?{whole.query}"
-    html = TEMPLATES.get_template(template).render(values | {"runs": request.app.state.runs})
+    html = render(TEMPLATES.get_template(template), as_file=bool(exported), **values)
     if not exported:
         return HTMLResponse(html)
     uid = request.query_params.get("uid", "")
     name = re.sub(r"[^\w.-]+", "_", f"{request.url.path} {uid}", flags=re.ASCII).strip("_") or "runs"
-    html = re.sub(r"<(header|nav|form)\b.*?</\1>", "", html, flags=re.S)
-    html = re.sub(r'<a\b([^>]*) href="/[^"]*"([^>]*)>(.*?)</a>', _unlinked, html, flags=re.S)
     return HTMLResponse(html, headers={"Content-Disposition": f'attachment; filename="{name}.html"'})
-
-
-def _unlinked(link: re.Match) -> str:
-    """Return a link's content without the link; a labelled dot becomes an image, or its label would not be read."""
-    before, after, said = link.groups()
-    role = ' role="img"' if "aria-label=" in before + after else ""
-    return f"<span{role}{before}{after}>{said}</span>"
 
 
 def refuse(request: Request, error: Exception) -> Response:
@@ -215,7 +202,8 @@ def refuse(request: Request, error: Exception) -> Response:
     elif isinstance(error, duckdb.OutOfMemoryException):
         status, most = 413, data.DATABASE["memory_limit"]
         message = f"This page needs more than {most} of memory, the viewer's limit. Open a step or a group."
-    return HTMLResponse(TEMPLATES.get_template("message.html").render(message=message), status, HEADERS)
+    html = render(TEMPLATES.get_template("message.html"), as_file=False, message=message)
+    return HTMLResponse(html, status, HEADERS)
 
 
 def run_of(request: Request) -> data.Run:
@@ -261,20 +249,20 @@ def address(path: str, **query: Any) -> str:
     return f"{path}?{urlencode({name: value for name, value in query.items() if value is not None})}"
 
 
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=jinja2.StrictUndefined,
-    finalize=finalize,
+TEMPLATES = environment(
+    Path(__file__).parent / "templates",
+    step_of=data.step_of,
+    label=data.label,
+    question=question_of,
+    side=problems.named,
+    address=address,
+    group=group,
+    timeline=timeline,
+    purposes=purposes,
+    token_columns=tokens.COLOURED,
+    marks=data.MARKS,
+    sorts=data.SORTS,
 )
-TEMPLATES.filters |= {"step_of": data.step_of, "label": data.label, "words": first_words, "question": question_of}
-TEMPLATES.filters |= {"side": problems.named, "cut": text.cut, "highlight": text.highlight, "number": text.number}
-TEMPLATES.globals |= {"address": address, "inline": charts.inline, "policy": charts.inline_policy, "styles": STYLES,
-                      "scripts": SCRIPTS, "group": group, "curves": curves, "timeline": timeline,
-                      "purposes": purposes, "token_columns": tokens.COLOURED, "marks": data.MARKS, "sorts": data.SORTS,
-                      "milliseconds": text.milliseconds}  # fmt: skip
 
 
 class Number(IntegerConvertor):
@@ -302,8 +290,7 @@ ROUTES = {
 
 def create_app(runs: Sequence[data.Run], port: int) -> Starlette:
     """Return the viewer of these runs; `port` is the one that browsers name in `Host`."""
-    static = StaticFiles(directory=STATIC, packages=[("verl_ext.plots", "static")])
-    routes = [*(Route(path, show) for path, show in ROUTES.items()), Mount("/static", static)]
+    routes = [*(Route(path, show) for path, show in ROUTES.items()), Mount("/static", StaticFiles(directory=STATIC))]
     refused = (HTTPException, duckdb.OutOfMemoryException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(refused, refuse))
     app.add_middleware(BaseHTTPMiddleware, dispatch=guard)

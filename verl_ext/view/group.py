@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from verl_ext.pages import text
 from verl_ext.reward.votes import vote
-from verl_ext.view import text
 
 Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
 MAX_LINES = 2000  # of a response, in a diff

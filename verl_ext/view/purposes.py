@@ -5,9 +5,10 @@ from contextlib import suppress
 from functools import lru_cache
 
 from verl_ext.evaluation import purposes
-from verl_ext.plots.charts import Chart
+from verl_ext.pages.charts import Chart
+from verl_ext.pages.curves import Curve
+from verl_ext.pages.curves import charts as _drawn
 from verl_ext.runs.metrics import Metrics
-from verl_ext.view import curves
 from verl_ext.view.data import Run, State, state_of, step_of
 
 RULES = purposes.__doc__
@@ -44,11 +45,11 @@ def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     """Return charts as `curves.charts` does: purposes by verdict for each run, then what calls do for a response."""
     shown = [(run.name, run.number, over_training(run)) for run in runs]
-    sides = [(f"{side}/.+", f"in {side} responses", "share of calls") for side in ("right", "wrong")]
-    found = [curves.charts([each], {f"What the code is for: {each[0]}": sides}) for each in shown]
+    sides = [Curve(f"{side}/.+", f"in {side} responses", "share of calls") for side in ("right", "wrong")]
+    found = [_drawn([each], {f"What the code is for: {each[0]}": sides}) for each in shown]
     does = (
-        ("first call", "position of the first call", "share of the response"),
-        ("repaired", "errors repaired by a later call", "share of the responses with one"),
+        Curve("first call", "position of the first call", "share of the response"),
+        Curve("repaired", "errors repaired by a later call", "share of the responses with one"),
     )
     by_run = {title: group for each in found for title, group in each.items()}
-    return by_run | curves.charts(shown, {"What it does": does})
+    return by_run | _drawn(shown, {"What it does": does})

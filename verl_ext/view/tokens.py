@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from verl_ext.view import text
+from verl_ext.pages import text
 
 COLUMNS = ("position", "id", "text", "mask", "turn", "version", "rollout_log_prob", "old_log_prob", "log_prob", "ratio",
            "advantage", "decision")  # fmt: skip

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from verl_ext.plots.charts import Chart, Series
+from verl_ext.pages.charts import Chart, Series
 from verl_ext.plots.drawing import (
     BOTTOM,
     HEIGHT,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.runs import add_evaluation, add_training, written
+from tests.unit.report.runs import add_evaluation, add_training, write_lines, written
 from tests.unit.view import chromium
 from verl_ext.report.__main__ import main
 
@@ -51,20 +51,18 @@ async def test_charts_are_drawn_and_say_what_the_run_logged(tab, folder: Path) -
     page = (folder / "report.html").as_uri()
     await tab.open(page)
     drawn = await tab.js("[...document.querySelectorAll('.chart')].map((box) => box.querySelectorAll('canvas').length)")
-    assert drawn == [1] * 3 and not await tab.js("document.querySelectorAll('svg.chart').length")
+    assert drawn == [1] * 6
 
     logged = [json.loads(line) for line in (folder / "rl" / "metrics-1.jsonl").read_text().splitlines()]
     data = await tab.js(f"{CHART.format('accuracy')}.plot.data.map((line) => [...line])")
     assert data[0] == [0, 1, 2, 3, 4, 5]
     assert data[1] == [None] + [line["data"]["train/acc"] for line in logged]
-    assert data[2] == [None] * 5 + [logged[4]["data"]["val-core/tiny_tools/acc/mean@2"]]
     top = summary["headline"]
-    assert data[3] == [top["before"]["value"], None, None, None, None, top["after"]["value"]]
-    assert await under_pointer(tab, "accuracy", 2) == "RL step 2: training 0.2"
-    assert await under_pointer(tab, "accuracy", 5) == (
-        "RL step 5: training 0.5, held out: tiny_tools 0.875, held out, with interval 0.875"
-    )
-    assert await under_pointer(tab, "SFT loss", 20) == "SFT step 20: training 0.2, validation 0.25"
+    assert data[2] == [top["before"]["value"], None, None, None, None, top["after"]["value"]]
+    assert await under_pointer(tab, "accuracy", 2) == "RL step 2: train/acc 0.2"
+    assert await under_pointer(tab, "accuracy", 5) == "RL step 5: train/acc 0.5, held out, with interval 0.875"
+    assert await under_pointer(tab, "held out", 5) == "RL step 5: val-core/tiny_tools/acc/mean@2 0.875"
+    assert await under_pointer(tab, "SFT loss", 20) == "SFT step 20: train/loss 0.2, val/loss 0.25"
     assert tab.requests == [page] and not tab.errors
 
 
@@ -79,7 +77,7 @@ async def test_marks_have_their_interval_and_bars_their_parts(tab, folder: Path)
     assert [part[3] for part in parts] == [255, 255, 255, 0]  # nothing above the bar
     assert len({tuple(part) for part in parts}) == 4
     in_interval = await colour(tab, "accuracy", 0, (top["value"] + top["high"]) / 2)
-    assert in_interval[:3] == pytest.approx(parts[2][:3], abs=12), "the third colour, as the third line has"
+    assert in_interval[:3] == pytest.approx(parts[1][:3], abs=12), "the second colour, as the second line has"
     assert (await colour(tab, "accuracy", 0.5, (top["value"] + top["high"]) / 2))[3] == 0
     assert not tab.errors
 
@@ -93,8 +91,40 @@ async def test_arrow_keys_move_through_a_chart_and_enter_opens_nothing(tab, fold
         await tab.key("ArrowRight")
     await tab.key("Enter")
     said = f"{CHART.format('accuracy')}.parentElement.querySelector('.value').textContent"
-    assert await tab.js(said) == "RL step 2: training 0.2"
+    assert await tab.js(said) == "RL step 2: train/acc 0.2"
     assert await tab.js("location.pathname") == str(folder / "report.html") and not tab.errors
+
+
+async def test_values_that_hardly_differ_and_a_value_alone_in_its_line_are_drawn(tab, folder: Path) -> None:
+    """uPlot found no ticks for the first, and drew no mark for the second."""
+    add_training(folder)
+    correlation = "training/rollout_actor_probs_pearson_corr"
+    steps = [{"step": step, "data": {"num_turns/mean": 2 + 1e-9 * step, correlation: 1.0}} for step in range(1, 4)]
+    write_lines(folder / "rl" / "metrics-2.jsonl", steps)
+    losses = [
+        {"step": step, "data": {"train/loss": 4.0} | ({"val/loss": 2.0} if step == 250 else {})} for step in range(500)
+    ]
+    write_lines(folder / "sft" / "metrics-1.jsonl", losses)
+    written(folder)
+    await tab.open((folder / "report.html").as_uri())
+    low, high = await tab.js(f"(({{min, max}}) => [min, max])({CHART.format('turns')}.plot.scales.y)")
+    assert low < 1.9 and high > 2.1
+    mark = await colour(tab, "SFT loss", 250, 2)
+    assert mark[3] == 255 and not tab.errors
+
+
+async def test_keys_reach_what_scrolls_and_a_narrow_window_holds_the_page(tab, folder: Path) -> None:
+    add_evaluation(folder)
+    add_training(folder)
+    written(folder)
+    await tab.call("Emulation.setDeviceMetricsOverride", mobile=False, width=390, height=800, deviceScaleFactor=1)
+    await tab.open((folder / "report.html").as_uri())
+    assert await tab.js("document.documentElement.scrollWidth == document.documentElement.clientWidth")
+    unreached = (
+        "[...document.querySelectorAll('main :not(.chart, a[href], summary)')].filter("
+        "(e) => (getComputedStyle(e).overflowY == 'auto') != (e.tabIndex == 0)).map((e) => e.outerHTML)"
+    )
+    assert json.loads(await tab.js(f"JSON.stringify({unreached})")) == []
 
 
 async def test_a_comparison_has_a_line_for_each_run(tab, folder: Path, tmp_path: Path) -> None:

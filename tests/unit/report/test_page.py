@@ -9,7 +9,7 @@ from html import unescape
 import pytest
 
 from tests.unit.report.runs import HOSTILE, Balance, add_evaluation, add_training, row, write_lines, written
-from verl_ext.plots.charts import SCRIPTS
+from verl_ext.pages.page import SCRIPTS
 from verl_ext.report.__main__ import main
 
 
@@ -34,8 +34,6 @@ def test_summary_and_page_hold_the_figures_of_the_dumps(folder):
         "median_s": 2.0,
         "split_s": {"gen": 1.0, "update_actor": 0.5, "other": 0.5},
     }
-    assert summary["curves"]["rl"]["train/acc"] == {"step": [1, 2, 3, 4, 5], "value": [0.1, 0.2, 0.3, 0.4, 0.5]}
-    assert summary["curves"]["rl"]["val-core/tiny_tools/acc/mean@2"] == {"step": [5], "value": [0.875]}
     assert summary["total_wall_s"] == 365.4
     assert summary["peak_gb"] == 9.5
     assert summary["missing"] == []
@@ -206,14 +204,17 @@ def test_summary_has_the_same_keys_whatever_is_missing(folder):
     add_training(folder)
     full = written(folder)[2]
     assert empty.keys() == full.keys()
-    for part in ("sft", "rl", "curves", "environment", "evaluation"):
+    for part in ("sft", "rl", "environment", "evaluation"):
         assert empty[part].keys() == full[part].keys()
-    assert empty["curves"]["rl"]["train/acc"] == {"step": [], "value": []}
 
 
-def test_a_metric_that_was_not_logged_is_named_in_its_place(folder):
+def test_alarms_and_what_could_not_be_looked_at_are_named(folder):
     add_training(folder)
-    assert "The run's metrics have no <code>critic/score/mean</code>" in written(folder)[1]
+    entropy = [{"step": step, "data": {"actor/entropy": 2.0**step}} for step in range(1, 9)]
+    write_lines(folder / "rl" / "metrics-2.jsonl", entropy)
+    page = written(folder)[1]
+    assert "<li>The entropy grows: from 7.5 to 120 nats per token. " in page and "diagnose.md" in page
+    assert "could not run</summary>The run has logged no value, or fewer than four, for tool/code_ratio" in page
 
 
 def test_without_evaluations_training_rollouts_are_shown(folder):

@@ -7,9 +7,7 @@ import pytest
 
 from tests.unit.report.runs import Balance, add_evaluation, add_training, row, write_lines, written
 from verl_ext.records import store
-from verl_ext.report import page
 from verl_ext.report.__main__ import main
-from verl_ext.report.run_record import read_run
 
 
 def start_file(folder, number, steps, **data):
@@ -38,7 +36,7 @@ def test_the_folder_of_an_rl_run_is_reported(rl_run):
     assert summary["kind"] == "rl" and summary["sides"] == ["step 0", "step 20"]
     assert summary["verdict"].startswith("RL raised accuracy from 25.0% [")
     assert "step 0 to step 20 on 8 held-out problems of tiny_tools" in summary["verdict"]
-    assert "Step 20" in text and "Step 20" in page and "RL accuracy" in page and "SFT loss" not in page
+    assert "Step 20" in text and "Step 20" in page and "RL step" in page and "SFT loss" not in page
     assert summary["missing"] == []
     Balance().feed(page)
 
@@ -46,9 +44,11 @@ def test_the_folder_of_an_rl_run_is_reported(rl_run):
 def test_held_out_accuracy_stands_at_the_steps_of_its_validations(rl_run):
     for step, later in ((0, 4), (20, 16)):
         (rl_run / "validation" / f"{step}.jsonl").rename(rl_run / "validation" / f"{later}.jsonl")
-    summary, (accuracy,) = written(rl_run)[2], [each for each in page.RL_CURVES if each.key == "train/acc"]
-    held_out = page._rl_chart(accuracy, read_run(rl_run).rl, summary).series[-1]
-    assert (held_out.x, held_out.y) == ([4, 16], [0.25, 0.875])
+    html = written(rl_run)[1]
+    data = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', html)]
+    accuracy = next(each for each in data if each["title"] == "accuracy")
+    held_out = dict(zip(accuracy["x"], accuracy["series"][-1]["y"], strict=True))
+    assert {step: value for step, value in held_out.items() if value is not None} == {4: 0.25, 16: 0.875}
 
 
 def test_a_resumed_run_says_from_which_step(rl_run):

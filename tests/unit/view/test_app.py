@@ -203,7 +203,7 @@ def test_every_page_leads_to_itself_as_a_file_without_dead_controls(client: Test
     link = html.unescape(re.search(r'<a href="([^"]*)">Save this page</a>', client.get(page).text)[1])
     assert unquote(link) == page + ("&" if "?" in page else "?") + "export=1"
     file = client.get(link).text
-    assert re.findall(r"<(a|form|button|select|input|nav)\b", file) == ["a"], "to the content"
+    assert not re.findall(r"<(a|form|button|select|input|nav)\b", file)
     assert "Permission is hereby granted" in file, "uPlot's licence"
     headings = [re.findall("<h[12]>.*?</h[12]>", each, re.S) for each in (client.get(page).text, file)]
     assert headings[0] and [re.sub("<[^>]*>", "", each) for each in headings[0]] == [

@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from tests.unit.view.conftest import charts_of
 from tests.unit.view.synthetic import write_run
+from verl_ext.pages import curves
 from verl_ext.runs.metrics import Metrics, read_metrics
-from verl_ext.view import curves
 
 REPO = Path(__file__).resolve().parents[3]
 

@@ -1,4 +1,4 @@
-// The look for new steps, and the keys of the token lens. A page reads without this file. Charts: verl_ext/plots.
+// The viewer's look for new steps, and the keys of its token lens. A page reads without this file.
 "use strict";
 // What a link, a chart or a part that opens is called, within its run; the same on a page that is read again.
 const nameOf = (e) => [e.closest("section")?.ariaLabel, e.className, e.getAttribute("href") ?? e.closest("figure, details")?.firstElementChild.textContent].join();

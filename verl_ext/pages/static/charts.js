@@ -7,7 +7,9 @@ const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * po
 function yRange({ include, spread, stacked }, low, high) {
   const ends = spread.flatMap(([, ...each]) => each);
   const [bottom, top] = [Math.min(low, ...include, ...ends), Math.max(high, ...include, ...ends)];
-  const wide = uPlot.rangeNum(bottom, top, 0.1, true), air = 0.03 * (top - bottom);
+  const size = Math.max(Math.abs(bottom), Math.abs(top)), air = 0.03 * (top - bottom);
+  if (top - bottom <= 1e-6 * size) return size ? [bottom - size / 2, top + size / 2] : [-0.03, 1];  // no ticks fit between
+  const wide = uPlot.rangeNum(bottom, top, 0.1, true);
   if (stacked) return [0, wide[1]];
   return [include.includes(bottom) ? bottom - air : wide[0], include.includes(top) ? top + air : wide[1]];
 }
@@ -18,7 +20,8 @@ function drawChart(box) {
   const value = box.parentElement.querySelector(".value");
   const css = getComputedStyle(box);
   const linked = chart.series.some((s) => s.run !== null), opens = linked && document.body.dataset.live;
-  const lines = chart.series.map((s, i) => ({ ...s, drawn: s.y, colour: css.getPropertyValue(`--c${(i % 8) + 1}`) }));
+  const few = (s) => 3 * s.y.filter((y) => y != null).length < chart.x.length;  // a line of few values needs their marks
+  const lines = chart.series.map((s, i) => ({ ...s, drawn: s.y, marked: s.points || few(s), colour: css.getPropertyValue(`--c${(i % 8) + 1}`) }));
   if (chart.stacked) {  // each part on those before it; the highest is drawn first
     lines.forEach((s, i) => { s.drawn = s.y.map((y, at) => y + (i ? lines[i - 1].drawn[at] : 0)); });
     lines.reverse();
@@ -46,7 +49,7 @@ function drawChart(box) {
     focus: { alpha: 0.35 }, cursor: { focus: { prox: chart.stacked ? -1 : 24 } },
     legend: { show: lines.length > 1 || lines[0].points, live: false },
     series: [{}, ...lines.map((s) => ({
-      label: s.label, stroke: s.colour, width: 1.6, spanGaps: true, points: { size: s.points ? 8 : 5, ...(s.points && { show: true, fill: s.colour }) },
+      label: s.label, stroke: s.colour, width: 1.6, spanGaps: true, points: { size: s.marked ? 8 : 5, ...(s.marked && { show: true, fill: s.colour }) },
       dash: linked && s.run === null ? [6, 4] : undefined,
       ...(s.points && { paths: () => null }),
       ...(chart.stacked && { fill: s.colour, width: 0, paths: uPlot.paths.bars({ size: [0.84] }), points: { show: false } }),

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from verl_ext.plots.charts import SCRIPTS, Chart, Series, inline, inline_policy
+from verl_ext.pages.charts import Chart, Series
+from verl_ext.pages.page import STATIC
 from verl_ext.plots.drawing import COLOURS
 
 
@@ -55,11 +56,5 @@ def test_a_chart_refuses_what_cannot_be_drawn():
 
 
 def test_the_colours_of_pages_and_of_files_are_the_same():
-    light = (SCRIPTS[0].parent / "charts.css").read_text().partition("@media")[0]
+    light = (STATIC / "page.css").read_text().partition("@media")[0]
     assert tuple(re.findall(r"--c\d: (#\w+);", light)) == COLOURS
-
-
-def test_the_policy_of_a_page_that_is_a_file_names_its_scripts():
-    assert inline_policy().count("'sha256-") == len(inline(SCRIPTS)) == 2
-    assert ["Permission is hereby granted" in script for script in inline(SCRIPTS)] == [True, False], "uPlot's licence"
-    assert inline_policy(SCRIPTS[:1]) != inline_policy(SCRIPTS[1:]) and "default-src 'none'" in inline_policy()

@@ -1,21 +1,36 @@
-"""The content of the run page: curves grouped by question, with several runs in a chart, and alarms as sentences."""
+"""What pages show of metrics: curves grouped by question, with several runs in a chart, and alarms as sentences."""
 
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
-from verl_ext.plots.charts import Chart, Series
+from verl_ext.pages.charts import Chart, Series
 from verl_ext.runs.metrics import Metrics, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README next to it
 DIAGNOSE = REPOSITORY / "docs" / "guides" / "diagnose.md"
-QUESTIONS: dict[str, list[list[str]]] = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8"))
+
+
+class Curve(NamedTuple):
+    """A chart of every metric whose key matches."""
+
+    key: str  # a regular expression
+    title: str
+    unit: str
+    include: Sequence[float] = ()  # values that the y axis must reach
+    log: bool = False  # a logarithmic y axis if the values fall more than tenfold
+
+
+QUESTIONS = {
+    question: [Curve(*row) for row in rows]
+    for question, rows in yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8")).items()
+}
 PUBLISHED_NAMES = {"response_length/clip_ratio": "train/truncation_rate"}  # the published column means this key of ours
 END_STEPS = 5  # at each end of a curve, over which an alarm takes the mean
 RISE, FALL = 0.02, 0.1  # of accuracy: a smaller rise counts as flat; a larger drop from the peak counts as a fall
@@ -60,23 +75,28 @@ def published() -> Metrics:
 
 
 def charts(
-    runs: Sequence[tuple[str, int | None, Metrics]], questions: Mapping[str, Sequence[Sequence[str]]] = QUESTIONS
+    runs: Sequence[tuple[str, int | None, Metrics]],
+    questions: Mapping[str, Sequence[Curve]] = QUESTIONS,
+    x_label: str = "step",
 ) -> dict[str, list[Chart]]:
     """Return question -> charts of the lines of all runs.
 
     Args:
-        runs: (name, number in the page's addresses or None, metrics) of each.
+        runs: (name, number in the viewer's addresses or None, metrics) of each.
     """
     found: dict[str, list[Chart]] = {}
     logged = [sorted(set().union(*metrics.steps.values())) for _, _, metrics in runs]
-    for question, rows in questions.items():
-        for pattern, title, unit in rows:
+    for question, curves in questions.items():
+        for curve in curves:
             series = []
             for (name, number, metrics), keys in zip(runs, logged, strict=True):
-                lines = [(key, *metrics.curve(key)) for key in keys if re.fullmatch(pattern, key)]
+                lines = [(key, *metrics.curve(key)) for key in keys if re.fullmatch(curve.key, key)]
                 series += [Series(name, x, y, key=key, run=number) for key, x, y in lines]
             if series:
-                found.setdefault(question, []).append(Chart(title, series, unit))
+                values = [value for each in series for value in each.y]
+                log = curve.log and min(values) > 0 and max(values) > 10 * min(values)
+                chart = Chart(curve.title, series, curve.unit, x_label, include=curve.include, log=log)
+                found.setdefault(question, []).append(chart)
     return found
 
 

@@ -1,24 +1,14 @@
-"""Charts: what they show, and how a page includes them. `static/charts.js` draws them with uPlot and shows the values
-under the pointer or at the place chosen with the arrow keys.
-
-A page needs STYLES and SCRIPTS: by their addresses, or by `inline` if it is a single file, which then loads nothing.
+"""Charts: what they show. `static/charts.js` draws them with uPlot and shows the values under the pointer or at the
+place chosen with the arrow keys.
 """
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from verl_ext.plots.text import plain
-
-STATIC = Path(__file__).parent / "static"
-STYLES = (STATIC / "uPlot.min.css", STATIC / "charts.css")
-SCRIPTS = (STATIC / "uPlot.min.js", STATIC / "charts.js")
-POLICY = "default-src 'none'; {}; img-src data:; base-uri 'none'; form-action {}"  # of a page
+from verl_ext.pages.text import plain
 
 
 @dataclass(frozen=True)
@@ -103,16 +93,3 @@ class Chart:
             'aria-label="{}"></div><p class="value note" aria-live="polite"></p>'
             '<script type="application/json">{}</script>'
         ).format(plain(self.y_label), said, htmlsafe_json_dumps(self.data()))
-
-
-def inline(paths: Sequence[Path]) -> list[Markup]:
-    """Return the content of scripts or styles for a single-file page; uPlot's comes with its licence."""
-    notice = f"/*\n{(STATIC / 'uPlot.LICENSE.txt').read_text(encoding='utf-8')}\n*/\n"
-    return [Markup(notice * (path == SCRIPTS[0]) + path.read_text(encoding="utf-8")) for path in paths]
-
-
-def inline_policy(scripts: Sequence[Path] = SCRIPTS) -> str:
-    """Return the policy of a single-file page: only these scripts run, and nothing is loaded from anywhere."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in inline(scripts))
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
-    return POLICY.format(f"script-src {allowed}; style-src 'unsafe-inline'", "'none'")
