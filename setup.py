@@ -103,7 +103,7 @@ EXTRAS = {
         "pytest-xdist>=3.8,<4",
         # Properties of the parsers.
         "hypothesis>=6.170,<7",
-        # What the sandbox's client is measured against (scripts/bench_sandbox.py).
+        # What the sandbox's client is measured against (scripts/bench/sandbox.py).
         "httpx>=0.28,<0.29",
         # SandboxFusion's own client, which must work with our sandbox unchanged.
         "sandbox-fusion==0.3.7",

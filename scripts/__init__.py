@@ -1,1 +1,1 @@
-"""Commands of this repository. `studies` and `bench` are run as modules: `python -m scripts.studies.NAME`."""
+"""Commands of this repository. Those in folders are run as modules: `python -m scripts.studies.NAME`."""

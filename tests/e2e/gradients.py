@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl_ext.analysis.tiny_model import TinyModel, load_model
+from scripts.studies.tiny_model import TinyModel, load_model
 from verl_ext.episode import EpisodeKey
 from verl_ext.objectives.mean import mean_loss
 from verl_ext.objectives.ppo import ppo

@@ -133,7 +133,7 @@ def test_a_recorded_batch_has_the_policies_around_its_updates_and_goes_through_t
         for own, mask, noted in zip(found, recorded.mask, recorded.rollout_log_prob, strict=True):
             row = by_noted[tuple(noted[mask].tolist())]
             assert (log_probs_of(model, [row])[0][row["mask"]] - own[mask]).abs().max() < SAME
-    command = [sys.executable, "-m", "verl_ext.analysis.correction_lab", str(rl), "--step", "2"]
+    command = [sys.executable, "-m", "scripts.studies.correction_lab", str(rl), "--step", "2"]
     printed = subprocess.run(command, cwd=REPO, env=os.environ | OWN_SERVER, capture_output=True, text=True, check=True)
     assert "Step 2: 16 responses of 4 prompts" in printed.stdout and "tir_otb" in printed.stdout
     places = json.loads((rl / "correction_lab" / "step_2.json").read_text())

@@ -5,7 +5,6 @@ Each case is a chain: a run is killed at one moment, started again, killed at th
 
 import itertools
 import json
-import runpy
 import shutil
 import threading
 import time
@@ -16,14 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import OWN_SERVER, REPO, launch, read_metrics, run_to_end
+from scripts.studies.slow_sandbox import proxied
+from tests.e2e.conftest import OWN_SERVER, launch, read_metrics, run_to_end
 from tests.processes import kill_tree, stop_at
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-proxied = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["proxied"]
 
 SFT = [
     "trainer.total_training_steps=14",

@@ -158,7 +158,7 @@ async def test_server_that_is_gone_is_reported_in_bounded_time(server: Server) -
 def test_stress(mode: str) -> None:
     """Run the short form of the tests behind the figures of docs/evidence/speed.md, with a share of the work."""
     options = {"load": ["--seconds", "10"], "soak": ["--requests", "2000"]}[mode]
-    command = [sys.executable, "scripts/stress_sandbox.py", mode, *options]
+    command = [sys.executable, "-m", "scripts.bench.stress_sandbox", mode, *options]
     for _ in range(3):  # one pause of the machine makes the slowest answers slow
         run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         faults = [line for line in run.stdout.splitlines() if line.startswith("FAULT: ")]

@@ -60,8 +60,7 @@ def test_every_step_is_done_and_the_report_written(run: tuple[Path, str]):
 @pytest.fixture
 def rounding_of_the_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Round this process's products to bf16 if the launcher rounds those of the run."""
-    monkeypatch.syspath_prepend(REPO / "scripts")
-    from whole_cpu import whole_cpu
+    from scripts.studies.shared import whole_cpu
 
     name, exact = "ONEDNN_DEFAULT_FPMATH_MODE", torch.get_float32_matmul_precision()
     monkeypatch.setenv(name, whole_cpu().get(name, "STRICT"))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.studies.tiny_model import TinyModel, Weights, load_model
 from tests.e2e.versions import SAME
 from tests.e2e.vllm_server import serve
-from verl_ext.analysis.tiny_model import TinyModel, Weights, load_model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

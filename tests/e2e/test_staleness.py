@@ -6,7 +6,6 @@ the weights that its spans name and with those of the version before and the one
 """
 
 import re
-import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.studies.slow_sandbox import slow_sandbox
 from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
 from tests.e2e.versions import SAME, load_version, log_probs_of
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-slow_sandbox = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["slow_sandbox"]
 STEPS = 6
 OTHER = 1e-3  # a neighbour version's differ by more in some token, except in a span that both versions are sure of
 OVERRIDES = (

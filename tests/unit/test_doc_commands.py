@@ -55,7 +55,7 @@ def target(words: list[str]) -> tuple[str, list[str]] | None:
         module, before = SHELL_FRONTS.get(words[1], (None, []))
         return module and (module, [*before, *words[2:]])
     if words[1] == "-m":
-        return (words[2], words[3:]) if words[2].startswith("verl_ext.") else None
+        return (words[2], words[3:]) if words[2].startswith(("verl_ext.", "scripts.")) else None
     return (words[1], words[2:]) if words[1].startswith(("scripts/", "data/")) else None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.studies.compare_with_published import main as compare_with_published
 from tests.unit.evaluation.test_checkpoint import make_step, note
 from tests.unit.evaluation.test_pass_rates import prompt, sample_row, write_dump
 from verl_ext.checkpoints.__main__ import main as checkpoints
@@ -83,7 +84,7 @@ def run_compare_metrics(run, tools):
 
 def run_compare_with_published(run, tools):
     page = tools.tmp / "page.html"
-    tools.script("compare_with_published", "--no-published", "--run", str(run), "--out", str(page))
+    compare_with_published(["--no-published", "--run", str(run), "--out", str(page)])
     return tools.printed()
 
 

@@ -82,7 +82,7 @@ def schema(entry: str) -> dict:
 
 @functools.cache
 def unread_keys(entry: str) -> frozenset[str]:
-    """Return the keys of verl's YAML that no code of a run reads; scripts/unread_keys.py finds them."""
+    """Return the keys of verl's YAML that no code of a run reads; scripts/studies/unread_keys.py finds them."""
     return frozenset(json.loads(Path(__file__).with_name("unread_keys.json").read_text())[entry])
 
 

@@ -1,6 +1,6 @@
 """Async client of one or more sandbox servers. It knows HTTP, so that the agent loop and the tools need not.
 
-It uses aiohttp, because with many calls in flight httpx takes many times the CPU (scripts/bench_sandbox.py).
+It uses aiohttp, because with many calls in flight httpx takes many times the CPU (scripts/bench/sandbox.py).
 """
 
 import asyncio

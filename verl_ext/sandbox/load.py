@@ -1,6 +1,6 @@
 """A load test: many clients send programs, and each answer is checked to be the program's own.
 
-Used by the doctor and by scripts/stress_sandbox.py.
+Used by the doctor and by scripts/bench/stress_sandbox.py.
 """
 
 import asyncio

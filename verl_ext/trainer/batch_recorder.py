@@ -1,4 +1,4 @@
-"""Save the batch of a step for the correction lab: `retool.record_batches` (verl_ext/analysis/correction_lab.py).
+"""Save the batch of a step for the correction lab: `retool.record_batches` (scripts/studies/correction_lab.py).
 
 The trainer's log-probs are computed in separate passes, before the first update and after the last one: a run with
 `bypass_mode` has none of these, and verl's losses return none. Training does not change.

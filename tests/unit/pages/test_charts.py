@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from scripts.studies.drawing import COLOURS
 from verl_ext.pages.charts import Chart, Series
 from verl_ext.pages.page import STATIC
-from verl_ext.plots.drawing import COLOURS
 
 
 def data_of(chart):

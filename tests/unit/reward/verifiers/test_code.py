@@ -178,7 +178,8 @@ def test_what_a_test_leaves_to_the_program(test, classes, builtin, modules):
 
 
 def test_references_are_right_and_mutants_wrong(url, load_script):
-    script = load_script("check_reward")
+    from scripts.studies import check_reward as script
+
     rows = [json.loads(line) for line in (REPO / "tests/data/code_tasks.jsonl").read_text().splitlines()]
     assert len(rows) == 11
     assert asyncio.run(script.grade_code(rows, url)) == ([], [])
