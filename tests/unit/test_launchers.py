@@ -47,8 +47,10 @@ def test_every_run_has_a_launcher_and_every_launcher_a_run():
     assert RUNS == sorted(path.stem.removeprefix("run_") for path in (ROOT / "recipe" / "retool").glob("run_*.sh"))
 
 
-@pytest.mark.parametrize("args", [("--cfg", "job", "trainer.save_freq=7"), ("trainer.save_freq=7", "--cfg", "job")])
-@pytest.mark.parametrize("run", RUNS)
+PRINT = ("--cfg", "job", "trainer.save_freq=7")
+
+
+@pytest.mark.parametrize(("run", "args"), [*((run, PRINT) for run in RUNS), ("tiny_dapo", (PRINT[2], *PRINT[:2]))])
 def test_launcher_runs_its_config_from_any_folder_with_overrides_last(
     run: str, args: tuple[str, ...], tmp_path: Path, fake_python: Path
 ):

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,18 +33,13 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play th
 needs_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers here are those of x86_64")
 
 
-def machines(*names: str, nightly: Sequence[str] = ()) -> list:
-    """Return the parameters of a test or fixture, with what a machine needs; those of `nightly` carry that mark."""
-    marks = {"all layers": []}
-    return [
-        pytest.param(
-            name, marks=marks.get(name, [needs_root, needs_x86_64]) + [pytest.mark.nightly] * (name in nightly)
-        )
-        for name in (*names, *nightly)
-    ]
+def machines(*names: str) -> list:
+    """Return the parameters of a test or fixture, with what a machine needs; all but the first kind are nightly."""
+    marks = [needs_root, needs_x86_64, pytest.mark.nightly]
+    return [pytest.param(name, marks=[] if name == "all layers" else marks) for name in names]
 
 
-USUAL = machines("all layers", "ordinary user in plain Docker", nightly=("plain Docker", "ordinary user"))
+USUAL = machines("all layers", "ordinary user in plain Docker", "plain Docker", "ordinary user")
 
 
 def server_on(params: list, *options: str, workers: int = 2, needs: str = "rlimits") -> Callable:

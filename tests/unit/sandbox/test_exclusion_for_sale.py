@@ -4,7 +4,7 @@ A sample whose sandbox failed is left out of training. So a policy that finds a 
 could buy its way out of a wrong answer. Every known way is a line of PROGRAMS or FORKING; add a new one there. Each
 runs on every machine, alone and in a session, next to somebody else's session, and must have an ordinary outcome.
 
-All of it runs inside a sandbox server. Two of the machines, with the layers in between, run only with `-m nightly`.
+All of it runs inside a sandbox server. Machines without all layers are nightly tests.
 """
 
 import asyncio
@@ -225,7 +225,7 @@ time.sleep(9)""",
 
 server = server_on(USUAL, "--max-sessions", "4")
 forking = server_on(
-    machines("all layers", nightly=("plain Docker", "ordinary user")), "--max-sessions", "4", "--allow-subprocess"
+    machines("all layers", "plain Docker", "ordinary user"), "--max-sessions", "4", "--allow-subprocess"
 )
 
 
