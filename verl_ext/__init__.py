@@ -41,14 +41,12 @@ if find_spec("verl"):
     wrapt.register_post_import_hook(
         "verl_ext.trainer.rollout_weights:bear_zeros", "verl.trainer.ppo.rollout_corr_helper"
     )
-    wrapt.register_post_import_hook("verl_ext.trainer.objective:sum_counts", "verl.workers.utils.losses")
-    wrapt.register_post_import_hook("verl_ext.trainer.token_notes:note_losses", "verl.workers.utils.losses")
+    wrapt.register_post_import_hook("verl_ext.trainer.token_notes:extend_loss", "verl.workers.utils.losses")
     wrapt.register_post_import_hook(
         "verl_ext.trainer.gradient_accumulation:keep_weights", "verl.workers.engine.fsdp.transformer_impl"
     )
-    wrapt.register_post_import_hook("verl_ext.trainer.skipped_updates:watch_sft", "verl.utils.tracking")
+    wrapt.register_post_import_hook("verl_ext.trainer.tracking:extend", "verl.utils.tracking")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
-    wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")
     vllm = "verl.workers.rollout.vllm_rollout"
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_senders", f"{vllm}.vllm_rollout")
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_receivers", f"{vllm}.vllm_async_server")

@@ -58,9 +58,6 @@ OUTPUTS = "vllm.v1.engine.output_processor"
 STAYS = "stays"
 PUBLIC = "stays: a public registry"
 FLUSH = "stays until verl drops flush=True"
-CALLBACK = "public hook: trainer.checkpoint_callback_class"
-SAMPLER = "public hook: trainer.v1.sampler.custom_sampler"
-SUBCLASS = "public hook: fleet/server.py has a subclass, in the asynchronous modes"
 LORA = "report upstream: docs/upstream/lora-merge.md"
 ZERO = "report upstream: docs/upstream/zero-weights.md"
 NCCL = "report upstream: docs/upstream/nccl-timeout.md"
@@ -98,8 +95,6 @@ TABLE: dict[str, list[Patch]] = {
         replaced(f"{FSDP}.save_checkpoint", "shards are on disk when it returns", "9684f435"),
         replaced(f"{TRAINER}._save_checkpoint", "a checkpoint is whole or absent", "8b1e2aa2"),
         replaced(f"{TRAINER}._load_checkpoint", "only whole checkpoints, in a run's own folder", "d10adc30"),
-        replaced(f"{TRACKING}.__init__", "settings of the best checkpoint", "300b34aa"),
-        replaced(f"{TRACKING}.log", "validations decide which checkpoint is best", "0a5dba97"),
     ],
     "verl_ext/checkpoints/lora.py": [
         replaced(f"{MERGER}.save_lora_adapter", "merged weights lack the adapters", "dc158838", LORA),
@@ -144,6 +139,7 @@ TABLE: dict[str, list[Patch]] = {
         overridden(f"{SERVER}.resume_engine_generation", "running requests cross the update", "9f2e4440"),
         overridden(f"{SERVER}.clear_kv_cache", "`keep` keeps it", "292b78e8"),
         overridden(f"{SERVER}.wait_for_requests_to_drain", "`keep` waits for nothing", "d521fd0d"),
+        overridden(f"{REPLICA}.max_concurrency", "calls would wait in Ray's queue", "729ac5fa"),
         instance(f"{SERVERS}.vLLMReplica.server_class", "starts these servers", "b57ba37c"),
         instance(f"{ASYNC_LLM}.add_request", "a request has reached the engine", "bc9cbd33"),
         instance(f"{CORE}.AsyncMPClient.outputs_queue", "read before an update", "6a2ffcf7"),
@@ -212,18 +208,12 @@ TABLE: dict[str, list[Patch]] = {
     ],
     "verl_ext/trainer/limits.py": [
         replaced(f"{ACTOR}.init_model", "it ignores nccl_timeout", "ccfec558", NCCL),
-        replaced(f"{REPLICA}.max_concurrency", "calls wait in Ray's queue", "729ac5fa", SUBCLASS),
     ],
     "verl_ext/trainer/lr_schedule.py": [
         overridden("verl.workers.config.optimizer.FSDPOptimizerConfig.__post_init__", "it refuses wsd", "7aa0cc36"),
     ],
     "verl_ext/trainer/objective.py": [
         registry(f"{ALGOS}.register_policy_loss", "our losses", "1ec97cb3", PUBLIC),
-        replaced("verl.workers.utils.losses.ppo_loss", "counts are summed; no tokens, no NaN", "2ecd3918"),
-    ],
-    "verl_ext/trainer/queue.py": [
-        instance(f"{BUFFER}._wait_for_next_poll", "checks while it waits", "6ca6d5f9", SAMPLER),
-        instance(f"{BUFFER}._sync_metadata_from_transfer_queue", "a rollout can stop the run", "a52b5d5c", SAMPLER),
     ],
     "verl_ext/trainer/repeatable.py": [
         replaced(f"{BASE}.uuid", "names must repeat", "db14cae1"),
@@ -245,20 +235,19 @@ TABLE: dict[str, list[Patch]] = {
         overridden(f"{TRAINER}._rollout_server_managers", "leaves dead servers out", "9d9b7b0a"),
         overridden(f"{SEPARATE}._rollout_server_managers", "leaves dead servers out", "8318d08f"),
         overridden(f"{TRAINER}.fit", "resumes options; reads the settings that they change", "57cca877"),
-        overridden(f"{TRAINER}.step", "ends a step of each option", "c2f78564"),
+        overridden(f"{TRAINER}.step", "tells observers what ended", "c2f78564"),
         overridden(f"{TRAINER}._compute_metrics", "share of cut responses", "46175d3c"),
         overridden(f"{TRAINER}._add_batch_to_generate", "fewer prompts if groups wait", "844dc594"),
         overridden(f"{TRAINER}._submit_batch_to_rollout", "adaptive n, ledger", "d0c01b7a"),
-        overridden(f"{TRAINER}._save_checkpoint", "records it", "8b1e2aa2", CALLBACK),
+        instance(f"{TRAINER}.checkpoint_callback", "tells observers of a checkpoint", "43683cd7"),
+        instance(f"{TRAINER}.timing_raw", "keeps when each timer ran", "53232bc7"),
     ],
     "verl_ext/trainer/run_updates.py": [
         overridden(f"{TRAINER}._compute_old_log_prob", "requests sum_pi_squared", "21f8c482"),
         overridden(f"{SEPARATE}._compute_old_log_prob", "requests sum_pi_squared", "33771f19"),
-        overridden(f"{TRAINER}._compute_ref_log_prob", "times it for the records", "ab5e6685"),
-        overridden(f"{TRAINER}._compute_reward_colocate", "times it for the records", "a5c8109a"),
         overridden(f"{TRAINER}._compute_advantage", "unit of the mean; fillers get 0", "69425e1d"),
         overridden(f"{TRAINER}._get_required_batch_multiple", "unequal groups", "a971c6c3"),
-        overridden(f"{TRAINER}._update_actor", "unequal groups, records", "18755e12"),
+        overridden(f"{TRAINER}._update_actor", "unequal groups", "18755e12"),
     ],
     "verl_ext/trainer/run_validation.py": [
         overridden(f"{TRAINER}._validate", "light and void validations", "ebc90ac0"),
@@ -273,6 +262,8 @@ TABLE: dict[str, list[Patch]] = {
         overridden(f"{BUFFER}._evict_terminal_groups", "counts replaced groups", "29181112"),
         overridden(f"{BUFFER}._select_prompt_uids", "useful groups first", "af4844b0"),
         overridden(f"{BUFFER}._clear_groups", "forgets cleared groups", "abe81fde"),
+        overridden(f"{BUFFER}._wait_for_next_poll", "checks while it waits", "6ca6d5f9"),
+        overridden(f"{BUFFER}._sync_metadata_from_transfer_queue", "a rollout can stop the run", "a52b5d5c"),
         overridden(f"{BUFFER}._materialize_batch", "repeats and removes rollouts", "cf6f9eed"),
     ],
     "verl_ext/trainer/shared_prompt.py": [
@@ -283,11 +274,16 @@ TABLE: dict[str, list[Patch]] = {
     ],
     "verl_ext/trainer/skipped_updates.py": [
         replaced(f"{BASE}.reduce_metrics", "counts skipped updates", "50ff7064"),
-        replaced(f"{TRACKING}.__init__", "counts skipped updates of SFT", "300b34aa"),
-        replaced(f"{TRACKING}.log", "counts skipped updates of SFT", "0a5dba97"),
     ],
     "verl_ext/trainer/token_notes.py": [
-        replaced("verl.workers.utils.losses.ppo_loss", "reports recorded responses", "2ecd3918"),
+        replaced(
+            "verl.workers.utils.losses.ppo_loss", "sums counts; no tokens, no NaN; reports to records", "2ecd3918"
+        ),
+    ],
+    "verl_ext/trainer/tracking.py": [
+        replaced(TRACKING, "which checkpoint is best; skipped updates of SFT", "e6baa66a"),
+        overridden(f"{TRACKING}.__init__", "settings of the best checkpoint", "300b34aa"),
+        overridden(f"{TRACKING}.log", "validations decide which checkpoint is best", "0a5dba97"),
     ],
     "verl_ext/trainer/wsd_engine.py": [
         registry("verl.workers.engine.base.EngineRegistry.get_engine_cls", "takes a vendor's slot", "bbdef4f0"),

@@ -1,6 +1,6 @@
 """One recorded batch under every objective: `python -m scripts.studies.correction_lab RUN --step N`.
 
-RUN recorded the batch with `retool.record_batches.enable=true`. Each preset of configs/objective is applied unchanged
+RUN recorded the batch with record_batches.py. Each preset of configs/objective is applied unchanged
 to it, with its own advantages, weights and bounds, at two places:
 - start: the trainer is where it was before the first update of the batch. Ratios to the trainer's own old log-probs are
   1; those to the rollout engine's differ from 1 by staleness and the engine's numerics;
@@ -29,11 +29,11 @@ from torch import Tensor
 
 from scripts.studies.drawing import write_heat_map
 from scripts.studies.preset import RUN, Batch, Preset, cosine
+from scripts.studies.record_batches import RecordedBatch, read_batch
 from scripts.studies.shared import command_line
 from verl_ext.objectives.group_mean import rows_of_groups
 from verl_ext.objectives.grpo_roc import keep, penalty
 from verl_ext.objectives.tir_otb import at_last_own, tir_otb
-from verl_ext.runs.batch_file import RecordedBatch, read_batch
 from verl_ext.runs.durable import write_text
 from verl_ext.runs.folder import training_folder
 from verl_ext.settings import CONFIGS, compose_run

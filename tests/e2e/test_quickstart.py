@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.studies.record_batches import read_batch
 from tests.e2e.conftest import MARK, OWN_SERVER, REPO, SMALL_DATA, pipeline, read_metrics
 from tests.e2e.versions import SAME, differences, load_version, log_probs_of, recorded_responses
 from verl_ext.records import store
-from verl_ext.runs.batch_file import read_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -33,7 +33,7 @@ OVERRIDES = [
     # After 30 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real.
     "--rl=+reward.reward_kwargs.random_reward_p=0.5",
     "--rl=actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # with a warm-up step 1 has learning rate 0
-    *("--rl=retool.record_batches.enable=true", "--rl=retool.record_batches.every=2"),
+    "--rl=retool.observers=[scripts/studies/record_batches.py:BatchRecorder]",
     # The trainer's own old log-probs, to compare with vLLM's; and all of vLLM's, to recompute them.
     *("--rl=algorithm.rollout_correction.bypass_mode=false", "--rl=retool.recorder.token_share=1"),
 ]
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str], 
     """Run a whole small quickstart; return its folder, its output, and the machine's traces before and after."""
     out = tmp_path_factory.mktemp("quickstart")
     before = traces()
-    output = pipeline(out, *OVERRIDES, **OWN_SERVER)
+    output = pipeline(out, *OVERRIDES, RECORD_EVERY="2", **OWN_SERVER)
     return out, output, before, traces()
 
 

@@ -72,7 +72,7 @@ def test_a_missing_file_is_reported_by_name(edit, tmp_path, capsys):
     edit("def ppo_loss(", "def ppo_loss(")
     assert main(["--check", "--packages", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "verl.utils.tracking.Tracking.log is gone: check verl_ext/trainer/skipped_updates.py" in "\n".join(lines)
+    assert "verl.utils.tracking.Tracking.log is gone: check verl_ext/trainer/tracking.py" in "\n".join(lines)
     assert not any(line.startswith(LOSSES) or line.startswith("transformers") for line in lines)
 
 

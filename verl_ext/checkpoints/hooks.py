@@ -4,6 +4,7 @@ verl 0.9.1 offers a callback after an RL save, but nothing before one, nothing a
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,6 @@ def install(verl: ModuleType) -> None:
     wrapt.register_post_import_hook(_guard_sft, "verl.utils.checkpoint.checkpoint_handler")
     wrapt.register_post_import_hook(_guard_rl, "verl.trainer.ppo.v1.trainer_base")
     wrapt.register_post_import_hook(_sync_shards, "verl.utils.checkpoint.fsdp_checkpoint_manager")
-    wrapt.register_post_import_hook(_watch_metrics, "verl.utils.tracking")
     wrapt.register_post_import_hook("verl_ext.checkpoints.lora:fold_when_merged", "verl.model_merger.base_model_merger")
 
 
@@ -223,30 +223,11 @@ def _guard_rl(module: ModuleType) -> None:
     trainer._load_checkpoint = _load_checkpoint
 
 
-def _watch_metrics(module: ModuleType) -> None:
-    """verl/utils/tracking.py (0.9.1): `Tracking`, through which both trainers log, validations included.
-
-    It is the only place that sees SFT's validation loss; and RL validates after it has saved.
-    """
-    tracking = module.Tracking
-    init, log = tracking.__init__, tracking.log
-
-    def __init__(
-        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
-    ):
-        global _rolling
-        if config and "trainer" in config:
-            _rolling = checkpoints.Rolling.from_config(config)
-            self._rolling = None if config["trainer"].get("val_only") else _rolling
-        init(self, project_name, experiment_name, default_backend, config)
-
-    def log_and_record(self: Any, data: Any, step: int, backend: Any = None) -> None:
-        log(self, data, step, backend)
-        if getattr(self, "_rolling", None) is not None:
-            self._rolling.record(data, step)
-
-    tracking.__init__ = __init__
-    tracking.log = log_and_record
+def keep_checkpoints(config: Mapping[str, Any]) -> checkpoints.Rolling | None:
+    """Delete from now on what a run's settings do not keep; return whom to tell its validations, None if none count."""
+    global _rolling
+    _rolling = checkpoints.Rolling.from_config(config)
+    return None if config["trainer"].get("val_only") else _rolling
 
 
 def _chosen(mode: str, path: str | None, folder: Path) -> Path | None:

@@ -16,7 +16,7 @@ _FINGERPRINT_BYTES = 2**20  # of each end of a file
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 # The keys of `retool` and of its sandbox that no sample depends on.
 _OF_TRAINING = (
-    *("recorder", "checkpoints", "repeatable", "fleet", "record_batches"),
+    *("recorder", "checkpoints", "repeatable", "fleet", "observers"),
     *("adaptive_n", "validation_schedule", "light_validation", "early_stop"),
 )
 _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")

@@ -21,6 +21,7 @@ from verl_ext.fleet.boundaries import Boundaries
 from verl_ext.fleet.watched import WatchedServer
 
 logger = logging.getLogger(__name__)
+CALLS = 65_536  # in a server at once: more than a step has; each is an asyncio task
 LANDING_TIMEOUT_S = 60.0  # for requests on their way into the engine, as in verl's own gate (:77)
 
 
@@ -181,6 +182,16 @@ class FleetReplica(vLLMReplica):
         super().__init__(*args, **kwargs)
         if not (self.is_reward_model or self.is_teacher_model):
             self.server_class = ray.remote(self.server_type)
+
+    @property
+    def max_concurrency(self) -> int:
+        """Calls that reach a server at once; Ray queues more in front of it, in their order.
+
+        32B on one node has 4,096 rollouts on each of two servers. With verl's 1,000, the call that aborts them for new
+        weights (checkpoint_engine/base.py:484) would wait until all but 1,000 have been generated. vLLM has its own
+        queue, and still runs `max_num_seqs` at once.
+        """
+        return max(super().max_concurrency, CALLS)
 
 
 class DrainReplica(FleetReplica):

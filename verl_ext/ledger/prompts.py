@@ -5,12 +5,12 @@ forgotten, as the weights and the data loader forget it: those prompts are drawn
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from verl_ext.events import Drawn, Ended, Observer
 from verl_ext.outcome import PromptEnd, RolloutEnd, RolloutFate
 from verl_ext.runs import jsonl
 from verl_ext.runs.journal import StepJournal
@@ -139,7 +139,7 @@ def _listed(counts: Counter) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
 
 
-class PromptLedger:
+class PromptLedger(Observer):
     """Writes the records. Draws and ends belong to the step that is under way when they are reported."""
 
     def __init__(self, folder: Path):
@@ -166,35 +166,23 @@ class PromptLedger:
             self._journal.append(step, drawn=drawn, ends={}, lost=lost, seen=seen, in_queue=len(in_queue))
         return {uid: end for uid, end in tally.ends.items() if uid in tally.seen}
 
-    def draw(self, prompts: Mapping[str, str], sizes: Iterable[int]) -> None:
-        """Note the prompts (uid -> problem) that are handed to the agent loops, and how many rollouts each has."""
-        self._drawn |= prompts
-        for uid, size in zip(prompts, sizes, strict=True):
+    def on_drawn(self, event: Drawn) -> None:
+        self._drawn |= event.prompts
+        for uid, size in zip(event.prompts, event.sizes, strict=True):
             self._sizes.setdefault(size, []).append(uid)
 
-    def end_step(
-        self,
-        step: int,
-        ends: Mapping[str, PromptEnd],
-        seen: Iterable[str],
-        in_queue: int,
-        fates: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
-        retries: Mapping[str, int] = MappingProxyType({}),
-        raised: Iterable[str] = (),
-    ) -> None:
-        """Note a step.
-
-        Args:
-            ends: uid -> end, of all prompts that were decided since the last step.
-            seen: uids of ended groups that wait in the queue.
-            in_queue: prompts in the queue, by the queue's own count.
-            fates: as `Tally`'s, of the prompts in `ends`; none of those in `raised`.
-            retries: as `Tally`'s, since the last step.
-            raised: uids of groups in which a rollout raised.
-        """
-        counts = {"fates": dict(fates), "retries": dict(retries), "raised": sorted(raised)}
-        drawn = {"drawn": self._drawn, "sizes": self._sizes}
-        self._journal.append(step, **drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue, **counts)
+    def on_ended(self, event: Ended) -> None:
+        self._journal.append(
+            event.step,
+            drawn=self._drawn,
+            sizes=self._sizes,
+            ends=dict(event.prompts),
+            seen=sorted(event.seen),
+            in_queue=event.in_queue,
+            fates=dict(event.fates),
+            retries=dict(event.counts.lost),
+            raised=sorted(event.counts.raised),
+        )
         self._drawn, self._sizes = {}, {}
 
 

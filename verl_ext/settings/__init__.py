@@ -201,13 +201,6 @@ class FleetSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordBatches(Option):
-    """Batches that are saved for the correction lab; verl_ext/trainer/batch_recorder.py."""
-
-    every: int = key(within="[1, inf)", about="a number of steps")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Retool:
     """`retool` of an RL run; configs/shared/retool.yaml and every_run.yaml say next to each key what it does."""
 
@@ -228,7 +221,7 @@ class Retool:
     validation_schedule: ValidationSchedule | None = None
     light_validation: LightValidation | None = None
     early_stop: EarlyStop | None = None
-    record_batches: RecordBatches | None = None
+    observers: list = key(())
 
 
 @dataclass(frozen=True, kw_only=True)

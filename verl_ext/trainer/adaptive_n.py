@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from verl_ext.events import Ended, Observer, Started
 from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import AdaptiveN
 from verl_ext.settings.checks import in_phase
@@ -31,7 +32,7 @@ def number_of_responses(step: int, rates: Sequence[float], settings: AdaptiveN) 
     return bounds.get(difficulty(rates, settings), n)
 
 
-class AdaptiveSampling:
+class AdaptiveSampling(Observer):
     """Decides on each prompt that is submitted, and learns from each group that ends.
 
     A problem that this run has not seen yet is judged by the pass rate in its data row, if there is one, as if it had
@@ -46,8 +47,8 @@ class AdaptiveSampling:
         self._observed: list[tuple[str, float]] = []  # since the last step
         self._given: list[tuple[int, str]] = []  # likewise: (responses, difficulty) of each prompt
 
-    def resume(self, step: int) -> None:
-        for record in self._journal.resume(step):
+    def on_started(self, event: Started) -> None:
+        for record in self._journal.resume(event.step):
             for problem, rate in record["rates"]:
                 self._remember(problem, rate)
             self._problems = dict(record.get("in_flight", {}))  # of the newest step
@@ -72,17 +73,15 @@ class AdaptiveSampling:
             self._given.append((numbers[-1], difficulty(rates, self.settings)))
         return numbers
 
-    def observe(self, uid: str, accs: Sequence[float]) -> None:
-        """Note that a group ended; `accs`: correctness of its responses without an infrastructure failure."""
-        problem = self._problems.pop(uid, None)  # None: the run noted no prompts in flight
-        if problem is not None and len(accs) > 0:
-            rate = round(float(np.mean(accs)), 4)
-            self._remember(problem, rate)
-            self._observed.append((problem, rate))
-
-    def end_step(self, step: int) -> dict[str, float]:
-        """Write what was learned; return metrics of the prompts submitted since the last call, if any."""
-        self._journal.append(step, rates=self._observed, in_flight=self._problems)
+    def on_ended(self, event: Ended) -> dict[str, float]:
+        """Learn from the groups that ended; return metrics of the prompts submitted since the last step, if any."""
+        for uid, accs in event.accs.items():
+            problem = self._problems.pop(uid, None)  # None: the run noted no prompts in flight
+            if problem is not None and len(accs) > 0:
+                rate = round(float(np.mean(accs)), 4)
+                self._remember(problem, rate)
+                self._observed.append((problem, rate))
+        self._journal.append(event.step, rates=self._observed, in_flight=self._problems)
         given, self._given, self._observed = self._given, [], []
         if not given:
             return {}

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from verl_ext.events import Observer, Saved, Started, Validated
 from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import EarlyStop
 
@@ -51,24 +52,28 @@ def watched_value(metrics: Mapping[str, float], settings: EarlyStop, *, light: b
     return value
 
 
-class EarlyStopWatch:
-    """The values of a run so far, over all its starts."""
+class EarlyStopWatch(Observer):
+    """The values of a run so far, over all its starts, and `last_saved`, the step of its newest checkpoint."""
 
     def __init__(self, settings: EarlyStop, journal: StepJournal):
         self.settings = settings
         self._journal = journal
+        self.last_saved = 0
         self._values: dict[int, float] = {}  # step -> value; a step that is validated again counts once
 
-    def resume(self, step: int) -> None:
-        self._values = {record["step"]: record["value"] for record in self._journal.resume(step)}
+    def on_started(self, event: Started) -> None:
+        self.last_saved = event.step
+        self._values = {record["step"]: record["value"] for record in self._journal.resume(event.step)}
 
-    def observe(self, step: int, metrics: Mapping[str, float], *, light: bool) -> dict[str, float]:
-        """Note a validation; return metrics of the watch, none if the validation is not of the watched kind."""
-        value = watched_value(metrics, self.settings, light=light)
-        if value is None:
+    def on_saved(self, event: Saved) -> None:
+        self.last_saved = event.step
+
+    def on_validated(self, event: Validated) -> dict[str, float]:
+        """Note a validation; return metrics of the watch, none if it is void or not of the watched kind."""
+        if event.is_void or (value := watched_value(event.metrics, self.settings, light=event.is_light)) is None:
             return {}
-        self._values[step] = value
-        self._journal.append(step, value=value)
+        self._values[event.step] = value
+        self._journal.append(event.step, value=value)
         return {"early_stop/value": value, "early_stop/best": max(self._values.values())}
 
     def reason(self) -> str | None:

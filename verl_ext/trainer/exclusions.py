@@ -9,8 +9,8 @@ import logging
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass, field
 
+from verl_ext.events import Ended, EndedCounts, Observer, Started
 from verl_ext.outcome import EXCLUSIONS, REMEDIES, VOID_TURN, RolloutEnd
 from verl_ext.runs.journal import StepJournal
 
@@ -26,33 +26,7 @@ class NothingStored(RuntimeError):
     """Every rollout of a validation raised."""
 
 
-@dataclass
-class Ended:
-    """Training rollouts that ended, by what became of them."""
-
-    rollouts: int = 0  # of groups in which no rollout raised
-    groups: int = 0
-    excluded: Counter = field(default_factory=Counter)  # EXCLUSIONS -> rollouts; "raised" counts groups
-    raised: set[str] = field(default_factory=set)  # uids of the groups in which one raised
-    lost: Counter = field(default_factory=Counter)  # server -> requests that it was lost with
-
-    def __iadd__(self, other: "Ended") -> "Ended":
-        self.rollouts += other.rollouts
-        self.groups += other.groups
-        self.excluded.update(other.excluded)
-        self.lost.update(other.lost)
-        self.raised |= other.raised
-        return self
-
-    def out_of(self, cause: str) -> int:
-        """Return what a cause's count is out of: groups for "raised", because such a rollout loses its group."""
-        return self.groups if cause == RolloutEnd.RAISED else self.rollouts
-
-    def share(self, cause: str) -> float:
-        return self.excluded[cause] / max(self.out_of(cause), 1)
-
-
-def is_alarm(cause: str, step: Ended, before: Ended) -> bool:
+def is_alarm(cause: str, step: EndedCounts, before: EndedCounts) -> bool:
     """Tell whether a cause's share of a step is too high, by itself or compared with the steps before.
 
     The share of the run so far is (excluded + 1) / (rollouts + 2), so that a run without exclusions also has one.
@@ -70,25 +44,26 @@ def is_alarm(cause: str, step: Ended, before: Ended) -> bool:
     return share > max(ALARM_FLOOR, usual + ALARM_SIGMAS * math.sqrt(usual * (1 - usual) / number))
 
 
-class ExclusionWatch:
+class ExclusionWatch(Observer):
     """Shares of the excluded rollouts per step and per run, over all starts of the run."""
 
     def __init__(self, journal: StepJournal):
         self._journal = journal
-        self._run = Ended()
+        self._run = EndedCounts()
 
-    def resume(self, step: int) -> None:
-        self._run = Ended()
-        for record in self._journal.resume(step):
-            self._run += Ended(record["rollouts"], record["groups"], Counter(record["excluded"]))
+    def on_started(self, event: Started) -> None:
+        self._run = EndedCounts()
+        for record in self._journal.resume(event.step):
+            self._run += EndedCounts(record["rollouts"], record["groups"], Counter(record["excluded"]))
 
-    def end_step(self, step: int, ended: Ended) -> dict[str, float]:
+    def on_ended(self, event: Ended) -> dict[str, float]:
         """Note what ended in a step, and warn of causes that rise.
 
         Returns:
             `failure/share_CAUSE` of the step, `failure/run_share_CAUSE` of the run up to here, and `failure/alarm`, the
             number of causes that were warned of. Nothing if nothing ended.
         """
+        step, ended = event.step, event.counts
         if not ended.groups:
             return {}
         alarms = [cause for cause in EXCLUSIONS if is_alarm(cause, ended, self._run)]
@@ -100,7 +75,7 @@ class ExclusionWatch:
         run_shares = {f"failure/run_share_{cause}": self._run.share(cause) for cause in EXCLUSIONS}
         return shares | run_shares | {"failure/alarm": float(len(alarms))}
 
-    def _warn(self, step: int, cause: str, ended: Ended) -> None:
+    def _warn(self, step: int, cause: str, ended: EndedCounts) -> None:
         unit = "groups" if cause == RolloutEnd.RAISED else "rollouts"
         logger.warning(
             "step %d: %s kept %.1f%% of %d %s out of training (%.1f%% of %d in the run before). %s. Then read such "
@@ -116,7 +91,7 @@ def describe(causes: Counter) -> str:
     return ", ".join(f"{cause} {number}" for cause, number in causes.most_common() if number)
 
 
-def stop_if_most_failed(failed: int, seen: Ended, limit: float, step: int) -> None:
+def stop_if_most_failed(failed: int, seen: EndedCounts, limit: float, step: int) -> None:
     """Raise if more groups failed than a step allows.
 
     Args:

@@ -1,12 +1,10 @@
-"""Two limits of verl 0.9.1 that no setting changes: how long ranks wait for each other, and calls of a server."""
+"""How long the ranks of an RL run wait for each other, which no setting of verl 0.9.1 changes."""
 
 import functools
 from types import ModuleType
 from typing import Any
 
 from verl_ext.versions import VERL, require_versions
-
-CALLS = 65_536  # in a vLLM server at once: more than a step has; each is an asyncio task
 
 
 def obey_nccl_timeout(workers: ModuleType) -> None:
@@ -28,16 +26,3 @@ def obey_nccl_timeout(workers: ModuleType) -> None:
         return init_model(self)
 
     worker.init_model = init_model_in_group
-
-
-def let_calls_in(replicas: ModuleType) -> None:
-    """verl/workers/rollout/replica.py (0.9.1): every call reaches its server at once.
-
-    - :257 `max_concurrency` is 1,000, or `max_num_seqs` + 16: Ray queues further calls in front of an actor, in their
-      order. 32B on one node has 4,096 rollouts on each of two servers. The call that aborts them for new weights
-      (checkpoint_engine/base.py:484, asynchronous modes) would wait until all but 1,000 have been generated. vLLM has
-      its own queue, and still runs `max_num_seqs` at once.
-    """
-    require_versions(VERL, "verl_ext/trainer/limits.py")
-    verls = replicas.RolloutReplica.max_concurrency.fget
-    replicas.RolloutReplica.max_concurrency = property(lambda self: max(verls(self), CALLS))

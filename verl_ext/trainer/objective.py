@@ -35,7 +35,6 @@ from verl_ext.objectives.sapo import sapo
 from verl_ext.objectives.terms import Terms, Tokens, log_ratio
 from verl_ext.objectives.tir_otb import OF_TOKENS
 from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT, MASKED, NOT_FINITE
-from verl_ext.versions import VERL, require_versions
 
 logger = logging.getLogger(__name__)
 
@@ -194,30 +193,18 @@ def noted_decisions() -> Iterator[list[tuple[str, Tensor]]]:
         _noted.reset(token)
 
 
-def sum_counts(losses: ModuleType) -> None:
-    """verl/workers/utils/losses.py (0.9.1): add up our counts of tokens, and make the loss of no tokens 0.
+def sum_counts(losses: ModuleType, metrics: dict[str, Any], data: Any) -> None:
+    """Make the counts among a loss's metrics sums over micro-batches and ranks.
 
-    - :103 takes the mean of a loss's metrics over micro-batches and ranks, whatever number of tokens they have. The
-      mean over ranks comes first (utils/metric/utils.py:152): counts are multiplied by the number of ranks.
-    - :124 divides the sum of the entropies by the tokens of the mini-batch, and 0 / 0 x entropy_coeff is NaN.
+    verl's mean over ranks comes first (utils/metric/utils.py:152), so counts are multiplied by the number of ranks.
+
+    Args:
+        data: of the micro-batch; it has the number of ranks.
     """
-    require_versions(VERL, "verl_ext/trainer/objective.py")
-    from verl.utils.tensordict_utils import assign_non_tensor
-
-    verls = losses.ppo_loss
-
-    @functools.wraps(verls)
-    def ppo_loss(config: ActorConfig, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
-        if data["batch_num_tokens"] == 0:
-            data = assign_non_tensor(data.copy(), batch_num_tokens=1)
-        loss, metrics = verls(config, model_output, data, dp_group)
-        for name in [name for name in metrics if name.startswith(COUNT)]:
-            total = losses.Metric(losses.AggregationType.SUM)
-            total.extend([value * data["dp_size"] for value in metrics[name].values])
-            metrics[name] = total
-        return loss, metrics
-
-    losses.ppo_loss = ppo_loss
+    for name in [name for name in metrics if name.startswith(COUNT)]:
+        total = losses.Metric(losses.AggregationType.SUM)
+        total.extend([value * data["dp_size"] for value in metrics[name].values])
+        metrics[name] = total
 
 
 # In the trainer -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Calls of trainer and sampler to TransferQueue: prompts in it, ends of responses, copies and removals, the wait."""
+"""Calls of trainer and sampler to TransferQueue: prompts in it, ends of responses, copies and removals."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -63,34 +63,6 @@ def clear_leftovers() -> None:
     leftovers += [key for key, tag in tags.items() if STOPS_RUN in tag and key not in leftovers]
     if leftovers:
         tq.kv_clear(keys=leftovers, partition_id=PARTITION)
-
-
-def check_while_waiting(buffer: Any, check: Callable[[], None]) -> None:
-    """Have the wait for rollouts call `check`, which may raise: verl's replay_buffer.py:408 (0.9.1)."""
-    poll = buffer._wait_for_next_poll
-
-    def checked_poll(*args: Any) -> float:
-        check()
-        return poll(*args)
-
-    buffer._wait_for_next_poll = checked_poll
-
-
-def stop_where_a_rollout_says_so(buffer: Any) -> None:
-    """Have each poll of the queue raise what a rollout found broken: verl's replay_buffer.py:159 (0.9.1).
-
-    verl treats a prompt that raised like any other, and continues with the rest.
-    """
-    look = buffer._sync_metadata_from_transfer_queue
-
-    def checked_look() -> None:
-        look()
-        if any(buffer.failure_keys.values()):
-            for tag in (tag for partition in buffer.partitions.values() for tag in partition.values()):
-                if STOPS_RUN in tag:
-                    raise RuntimeError(f"{tag[STOPS_RUN]} The same command then continues from the newest checkpoint.")
-
-    buffer._sync_metadata_from_transfer_queue = checked_look
 
 
 def copy_episodes(

@@ -8,8 +8,7 @@ response by the number in its column `record`.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,30 @@ import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
-from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.episode import EpisodeKey
+from verl_ext.events import Ended, Finished, Observer, Saved, Selected, Started, Validated
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import recorder
 from verl_ext.records.recorder import Fates, costs_nothing
+from verl_ext.runs.folder import files_of
 from verl_ext.settings import RecorderSettings
 from verl_ext.trainer.queue import episodes_of, real_keys
-from verl_ext.trainer.selection import Selection
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 if it is not recorded
 STEP_BITS = 32
 UNREADABLE, UTF8_BYTES = "\ufffd", 4  # what a decoder writes for part of a character; the most bytes of one
+SHOWN = {  # verl's timer -> interval of the timeline
+    "gen": "wait",
+    "reward": "score",
+    "old_log_prob": "log_probs",
+    "ref": "log_probs",
+    "update_actor": "update",
+    "save_checkpoint": "save",
+    "update_weights": "weight_sync",
+    "testing": "validate",
+}
 _OF_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
 
 
@@ -49,18 +58,18 @@ def check_recorder(config: DictConfig) -> None:
         )
 
 
-class RunRecords:
+class RunRecords(Observer):
     """The recorder's client in the trainer, one per run; it starts the recorder."""
 
     def __init__(self, settings: RecorderSettings, config: DictConfig):
-        self._recorder = recorder.start(Path(config.trainer.default_local_dir).resolve(), settings)
+        self._folder = Path(config.trainer.default_local_dir).resolve()
+        self._recorder = recorder.start(self._folder, settings)
+        self._only_validates = config.trainer.get("val_only", False)
         self._untold: list[tuple[str, tuple]] = []  # methods of the recorder, with arguments
         self._share = settings.token_share
         self._known: set[int] = set()  # token ids whose text the recorder has
         self._parts: set[int] = set()  # those of them that are not whole characters
         self._ends: dict[str, PromptEnd] = {}  # of groups that are still in the queue
-        self._intervals: list[dict[str, Any]] = []
-        self._advantages: dict[EpisodeKey, float | None] = {}  # of the rows of the batch that is taken next
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -78,105 +87,78 @@ class RunRecords:
         self._untold = []
         self._cpu_s += time.thread_time() - began
 
-    def resume(self, step: int, ends: Mapping[str, PromptEnd]) -> None:
-        """Report that the run continues from a step. `ends`: of the groups that waited there, as far as decided."""
-        self._ends = dict(ends)
-        self._send("resume", step)
-
-    def save(self, step: int) -> None:
-        """Report that the checkpoint of a step is complete."""
-        self._send("save", step)
-
-    @contextmanager
-    def span(self, what: str) -> Iterator[None]:
-        """Time an interval of the trainer."""
-        start = time.time()
-        try:
-            yield
-        finally:
-            self._intervals.append({"what": what, "start_s": start, "end_s": time.time()})
+    def on_started(self, event: Started) -> None:
+        self._ends = {uid: end for uid, end in event.waiting.items() if end is not PromptEnd.OPEN}
+        self._decode = event.decode
+        self._send("resume", event.step)
 
     @costs_nothing("made of a batch")
-    def note_advantages(
-        self, notes: Sequence[tuple[Sequence[str], Tensor, Tensor]], factors: Mapping[EpisodeKey, float]
-    ) -> None:
-        """Note the advantage of each response of the batch that is taken next, if all its training tokens share one.
-
-        Args:
-            notes: of `noted`; the last has keys, advantages, float[B, T], and mask, [B, T], 1: a token trains.
-            factors: key -> what a response's advantages have been multiplied by for the mean of the loss. A factor is
-                not part of the advantage, except 0.
+    def on_selected(self, event: Selected) -> None:
+        """Note what is taken with which advantage, report the tokens of a share of the groups, and mark these responses
+        for the actor's processes. Its CPU seconds are an upper bound of what the records took: they are those of all
+        threads of this process, because TransferQueue works in a separate thread.
         """
-        began = time.process_time()
-        names, advantages, mask = notes[-1]
-        keys = map(EpisodeKey.parse, names)
-        is_out = ~mask.bool()
-        least = advantages.masked_fill(is_out, torch.inf).amin(-1).tolist()
-        most = advantages.masked_fill(is_out, -torch.inf).amax(-1).tolist()
-        self._advantages = {
-            key: 0.0 if factors.get(key) == 0 else low if low == high else None
-            for key, low, high in zip(keys, least, most, strict=True)
-        }
-        self._cpu_s += time.process_time() - began
-
-    @costs_nothing("made of a batch")
-    def take(self, step: int, batch: KVBatchMeta, selection: Selection, tokenizer: Any) -> None:
-        """Note, before the update, what is taken with which advantage, report the tokens of a share of the groups, and
-        mark these responses for the actor's processes. Its CPU seconds are an upper bound of what the records took:
-        they are those of all threads of this process, because TransferQueue works in a separate thread.
-
-        Args:
-            tokenizer: gives the text of a token.
-        """
-        began, rows = time.process_time(), real_keys(batch)
-        self._taken |= {key.original: self._advantages[key] for key in rows.values()}
-        self._fillers |= selection.fillers
-        self._left_out |= selection.left_out
+        batch, began = event.batch, time.process_time()
+        rows = real_keys(batch)
+        self._taken |= {key.original: event.advantage[key] for key in rows.values()}
+        self._fillers |= event.selection.fillers
+        self._left_out |= event.selection.left_out
         groups = sorted({key.uid for key in rows.values()}, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
         # An episode is recorded once, by its last row; a copy of it has the same tokens.
         last = {key.original: text for text, key in rows.items() if key.uid in groups}
-        chosen = [*last.values()]
-        if chosen:
-            records = {key: (step << STEP_BITS) + self._number + i for i, key in enumerate(chosen)}
-            self._number += len(chosen)
-            marks = torch.tensor([records.get(key, -1) for key in batch.keys])
-            columns = TensorDict({RECORD: marks}, batch_size=len(marks))
-            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
-            if batch.fields is not None:  # the columns that the actor fetches; None: all
-                batch.fields = [*batch.fields, RECORD]
-            fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
-            data = tq.kv_batch_get(keys=chosen, partition_id=batch.partition_id, select_fields=fields)
-            told = token_columns({rows[text]: record for text, record in records.items()}, data)
-            new = set(told["id"].tolist()) - self._known
-            texts = {each: tokenizer.decode([each]) for each in new}
-            self._known |= new
-            self._parts |= {each for each, text in texts.items() if UNREADABLE in text}
-            told["spelled"] = spelled(told["id"], told["lengths"], self._parts, tokenizer.decode)
-            self._untold.append(("tokens", (step, told, texts)))
+        if last:
+            self._report_tokens(event.step, batch, {text: rows[text] for text in last.values()})
         self._cpu_s += time.process_time() - began
 
+    def _report_tokens(self, step: int, batch: KVBatchMeta, chosen: Mapping[str, EpisodeKey]) -> None:
+        records = {key: (step << STEP_BITS) + self._number + i for i, key in enumerate(chosen)}
+        self._number += len(chosen)
+        marks = torch.tensor([records.get(key, -1) for key in batch.keys])
+        columns = TensorDict({RECORD: marks}, batch_size=len(marks))
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
+        if batch.fields is not None:  # the columns that the actor fetches; None: all
+            batch.fields = [*batch.fields, RECORD]
+        fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
+        data = tq.kv_batch_get(keys=[*chosen], partition_id=batch.partition_id, select_fields=fields)
+        told = token_columns({chosen[text]: record for text, record in records.items()}, data)
+        new = set(told["id"].tolist()) - self._known
+        texts = {each: self._decode([each]) for each in new}
+        self._known |= new
+        self._parts |= {each for each, text in texts.items() if UNREADABLE in text}
+        told["spelled"] = spelled(told["id"], told["lengths"], self._parts, self._decode)
+        self._untold.append(("tokens", (step, told, texts)))
+
     @costs_nothing("made of a step")
-    def end_step(self, step: int, ends: Mapping[str, PromptEnd], waiting: Collection[str]) -> None:
+    def on_ended(self, event: Ended) -> None:
         """Report what became of prompts. It may still change for groups in the queue, which a later step reports.
 
         Another project's sampler reports nothing: what a batch took counts as trained.
         """
         began = time.thread_time()
-        self._ends = {key.uid: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(ends)
-        gone = {uid: end for uid, end in self._ends.items() if uid not in waiting}
-        self._ends = {uid: end for uid, end in self._ends.items() if uid in waiting}
-        fates = Fates(step, gone, self._taken, frozenset(self._fillers), self._left_out)
+        self._ends = {key.uid: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(event.prompts)
+        gone = {uid: end for uid, end in self._ends.items() if uid not in event.seen}
+        self._ends = {uid: end for uid, end in self._ends.items() if uid in event.seen}
+        fates = Fates(event.step, gone, self._taken, frozenset(self._fillers), self._left_out)
         self._untold.append(("end_step", (fates, self._cpu_s + time.thread_time() - began)))
         self._begin_step()
 
-    def end_validation(self, step: int, uids: Iterable[str]) -> None:
-        self._send("end_step", Fates(step, dict.fromkeys(uids), {}, validate=True), 0.0)
+    def on_saved(self, event: Saved) -> None:
+        self._send("save", event.step)
 
-    def end_round(self, step: int) -> None:
-        """Report the intervals of a step, which has ended with its checkpoint and validation."""
-        self._send("times", step, self._intervals)
-        self._intervals = []
+    def on_validated(self, event: Validated) -> None:
+        """Report a validation, unless this start only validates what the run that trained has a record of."""
+        if not (self._only_validates and self._has_validated(event.step)):
+            self._send("end_step", Fates(event.step, dict.fromkeys(event.uids), {}, validate=True), 0.0)
+
+    def _has_validated(self, step: int) -> bool:
+        files = files_of(self._folder)
+        own = any(file.validate and file.step == step for file in files)
+        return own and not all(file.validate for file in files)
+
+    def on_finished(self, event: Finished) -> None:
+        shown = [{**each, "what": SHOWN[each["what"]]} for each in event.intervals if each["what"] in SHOWN]
+        self._send("times", event.step, shown)
 
     def close(self) -> None:
         """Write the last files before returning, or warn that they may not be written."""

@@ -6,28 +6,24 @@ to trainer/ppo/v1/trainer_base.py of verl 0.9.1.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_ext.trainer.adaptive_n import AdaptiveSampling
+from verl_ext.events import Observers, Selected, Selection, Updated
 from verl_ext.trainer.advantages import keep_sum_pi_squared, noted, scale
-from verl_ext.trainer.batch_recorder import BatchRecorder
-from verl_ext.trainer.run_records import RunRecords
-from verl_ext.trainer.selection import Selection
+from verl_ext.trainer.run_options import Options
 
 if TYPE_CHECKING:
     from verl_ext.trainer.sampler import DapoReplayBuffer
 
 
 class RunUpdates(PPOTrainer):
-    """Updates of a run. `RunTrainer` sets the attributes that they use; an option that is off is None."""
+    """Updates of a run. `RunTrainer` sets the attributes that they use."""
 
-    _records: RunRecords | None
-    _recorder: BatchRecorder | None
-    _sampling: AdaptiveSampling | None
+    observers: Observers
+    _options: Options
     _sampler: "DapoReplayBuffer | None"  # `replay_buffer`, if it is ours
 
     @property
@@ -38,30 +34,17 @@ class RunUpdates(PPOTrainer):
     @property
     def _has_unequal_groups(self) -> bool:
         """Whether groups differ in their number of rows: by adaptive n, or by episodes of several rows."""
-        return self._sampling is not None or self._selection.has_several_rows
-
-    def _span(self, what: str) -> AbstractContextManager:
-        """Time an interval of the step's timeline."""
-        return self._records.span(what) if self._records else nullcontext()
+        return self._options.sampling is not None or self._selection.has_several_rows
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Request `sum_pi_squared` for an optimal token baseline, which verl's v1 trainers never do (line 1653)."""
-        with self._span("log_probs"):
-            if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
-                return super()._compute_old_log_prob(batch, metrics)
-            batch.extra_info["calculate_sum_pi_squared"] = True
-            batch = super()._compute_old_log_prob(batch, metrics)
+        if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
+            return super()._compute_old_log_prob(batch, metrics)
+        batch.extra_info["calculate_sum_pi_squared"] = True
+        batch = super()._compute_old_log_prob(batch, metrics)
         batch.extra_info["calculate_sum_pi_squared"] = False  # the update does not need it
         keep_sum_pi_squared(batch)
         return batch
-
-    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self._span("log_probs"):
-            return super()._compute_ref_log_prob(batch, metrics)
-
-    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
-        with self._span("score"):
-            return super()._compute_reward_colocate(batch, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Compute advantages with the unit of the mean. Fillers get advantage 0, whatever the estimator and their
@@ -69,12 +52,12 @@ class RunUpdates(PPOTrainer):
         """
         with noted() as notes:
             batch = super()._compute_advantage(batch, metrics)
-        actor = self.config.actor_rollout_ref.actor
+        actor, selection = self.config.actor_rollout_ref.actor, self._selection
         unit = actor.policy_loss.get("unit", "mini_batch")
         of_mean = {"mode": actor.loss_agg_mode, "unit": unit, "updates": self._updates_per_step()}
-        factors = scale(batch, **of_mean, trains=self._selection.trains)
-        if self._records:
-            self._records.note_advantages(notes, factors)
+        factors = scale(batch, **of_mean, trains=selection.trains)
+        of_batch = (self.global_steps, self.local_trigger_step, batch, selection)
+        self.observers.tell(Selected(*of_batch, *notes[-1], factors))
         return batch
 
     def _updates_per_step(self) -> int:
@@ -103,31 +86,15 @@ class RunUpdates(PPOTrainer):
         return dp_size * self._updates_per_step() * math.lcm(*filter(None, fixed))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Update after the records have taken what they need, which the update does not change."""
-        if not self._records:
-            return self._update_for_lab(batch, metrics)
-        self._records.take(self.global_steps, batch, self._selection, self.tokenizer)
-        with self._span("update"):
-            return self._update_for_lab(batch, metrics)
-
-    def _update_for_lab(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Update between the two passes of the batch recorder, if the batch is recorded."""
-        if not self._recorder or not self._recorder.is_due(self.global_steps, self.local_trigger_step):
-            return self._update(batch, metrics)
-        before = self._recorder.log_probs(self.actor_rollout_wg, batch)
-        batch = self._update(batch, metrics)
-        after = self._recorder.log_probs(self.actor_rollout_wg, batch)
-        self._recorder.save(self.global_steps, batch, before, after, self._updates_per_step())
-        return batch
-
-    def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Set a mini-batch's size for unequal groups: line 1809 takes ppo_mini_batch_size x rollout.n responses."""
-        if not self._has_unequal_groups:
-            return super()._update_actor(batch, metrics)
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        updates = self._updates_per_step()
         configured = actor.ppo_mini_batch_size, rollout.n
-        actor.ppo_mini_batch_size, rollout.n = len(batch) // self._updates_per_step(), 1
+        if self._has_unequal_groups:
+            actor.ppo_mini_batch_size, rollout.n = len(batch) // updates, 1
         try:
-            return super()._update_actor(batch, metrics)
+            batch = super()._update_actor(batch, metrics)
         finally:
             actor.ppo_mini_batch_size, rollout.n = configured
+        self.observers.tell(Updated(self.global_steps, self.local_trigger_step, batch, updates))
+        return batch

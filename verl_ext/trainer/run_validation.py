@@ -5,21 +5,19 @@ With no option and no failure, every method does what verl's own does (0.9.1, tr
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_ext.events import Observers, Validated
 from verl_ext.fleet.recovery import Fleet
 from verl_ext.outcome import REMEDIES
-from verl_ext.runs.folder import files_of
 from verl_ext.settings import FailedSamples, LightValidation
-from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
-from verl_ext.trainer.run_records import RunRecords
-from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
+from verl_ext.trainer.run_options import Options
+from verl_ext.trainer.validation import as_light, light_batches
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -29,43 +27,32 @@ class RunValidation(PPOTrainer):
     """Validations of a run. `RunTrainer` sets the attributes that they use; an option that is off is None."""
 
     _failed_samples: FailedSamples
-    _records: RunRecords | None
-    _plan: ValidationPlan | None
-    _watch: EarlyStopWatch | None
+    observers: Observers
+    _options: Options
     _fleet: Fleet | None
-    _only_validates: bool
     _is_light = False  # whether the current validation is a light one
     _is_void = False  # whether the newest validation is void
 
     def _validate(self) -> dict[str, float]:
-        light = self._plan is not None and self._plan.is_light(self.global_steps, self.total_training_steps)
+        step, plan, watch = self.global_steps, self._options.plan, self._options.watch
+        light = plan is not None and plan.is_light(step, self.total_training_steps)
         self._is_void = False
         self._validated: set[str] = set()
         if self._fleet:
             self._fleet.actor_waits(is_exact=True)
         try:
-            with self._span("validate"):
-                metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
+            metrics = self._validate_lightly(plan.light) if light else super()._validate()
         except NothingStored as error:
-            logger.warning("step %d: validation: %s This validation is void.", self.global_steps, error)
+            logger.warning("step %d: validation: %s This validation is void.", step, error)
             metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
         finally:
             if self._fleet:
                 self._fleet.actor_works()
-        if self._records and not (self._only_validates and self._has_validated()):
-            self._records.end_validation(self.global_steps, self._validated)
-        if self._watch and not self._is_void:
-            metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
-            if reason := self._watch.reason():
-                logger.warning("early stop: the run ends after step %d because %s.", self.global_steps, reason)
-                self.total_training_steps = self.global_steps  # line 470 begins no further step
+        metrics.update(self.observers.tell(Validated(step, metrics, frozenset(self._validated), light, self._is_void)))
+        if watch and not self._is_void and (reason := watch.reason()):
+            logger.warning("early stop: the run ends after step %d because %s.", step, reason)
+            self.total_training_steps = step  # line 470 begins no further step
         return metrics
-
-    def _has_validated(self) -> bool:
-        """Tell whether a run that trained has a record of a validation of this step, which then stays."""
-        files = files_of(Path(self.config.trainer.default_local_dir))
-        own = any(file.validate and file.step == self.global_steps for file in files)
-        return own and not all(file.validate for file in files)
 
     def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
         full_loader, self._is_light = self.val_dataloader, True

@@ -23,7 +23,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import transfer_queue as tq
@@ -31,11 +31,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from verl_ext.episode import Episode, EpisodeKey
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
-from verl_ext.trainer.exclusions import Ended, NothingStored, describe, stop_if_most_failed
+from verl_ext.events import Ended, EndedCounts, Selection
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, STOPS_RUN, PromptEnd, RolloutEnd
+from verl_ext.trainer.exclusions import NothingStored, describe, stop_if_most_failed
 from verl_ext.trainer.group_rules import EndedGroup, end_group
-from verl_ext.trainer.queue import copy_episodes, episodes_of, remove
-from verl_ext.trainer.selection import Selection, StepEnds
+from verl_ext.trainer.queue import copy_episodes, episodes_of, prompts_in_queue, remove
 from verl_ext.trainer.step_counts import REPLACEABLE, StepCounts
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     A batch takes useful groups first, the oldest ones before others, then equal groups, then groups of void turns.
 
-    The groups of a batch may differ in size. If a trainer sets `on_group_end`, it is called with the uid of each
-    training group that ended, and the `acc` of those of its rollouts that no infrastructure failure hit.
+    The groups of a batch may differ in size. The functions in `checks` are called at each poll and may raise, and so
+    does a poll that finds a rollout which found the run broken (verl continues with the rest).
 
     Args:
         sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
@@ -133,12 +133,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._replaced = 0  # number of groups replaced as EQUAL or VOID
         self._is_spent = False  # whether more such groups have ended than may be replaced
         self.selection = Selection()  # of the newest batch
-        # Since `take_ends`:
-        self._ended = Ended()
+        # Since `take_ended`:
+        self._ended = EndedCounts()
+        self._accs: dict[str, list[float]] = {}
         self._prompt_ends: dict[str, PromptEnd] = {}
         self._fates: dict[str, Counter[str]] = {}  # of these prompts' rollouts
         self.seen_before: dict[str, PromptEnd] = {}  # ends of groups that were counted before the run was resumed
-        self.on_group_end: Callable[[str, list[float]], None] | None = None
+        self.checks: list[Callable[[], None]] = []
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
@@ -173,11 +174,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._of_step, self._batches = StepCounts(), 0
         return batch, metrics
 
-    def take_ends(self) -> StepEnds:
-        """Return what ended since the last call, for the trainer."""
-        ends = StepEnds(self._ended, self._prompt_ends, frozenset(self._groups), self._fates)
-        self._ended, self._prompt_ends, self._fates = Ended(), {}, {}
-        return ends
+    def take_ended(self, step: int, metrics: Mapping[str, Any] | None = None) -> Ended:
+        """Return what ended since the last call, for a step with these metrics."""
+        seen, in_queue = frozenset(self._groups), len(prompts_in_queue())
+        ended = Ended(step, self._ended, self._prompt_ends, self._fates, seen, in_queue, self._accs, metrics or {})
+        self._ended, self._prompt_ends, self._fates, self._accs = EndedCounts(), {}, {}, {}
+        return ended
 
     @property
     def num_kept(self) -> int:
@@ -187,6 +189,18 @@ class DapoReplayBuffer(ReplayBufferAsync):
     def num_to_submit(self, batch_size: int) -> int:
         """Return how many prompts a step of the mode `sync` submits first: a batch less the groups that wait for it."""
         return max(batch_size - self.num_kept, 0)
+
+    def _wait_for_next_poll(self, *args: Any) -> float:
+        for check in self.checks:
+            check()
+        return super()._wait_for_next_poll(*args)
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        if any(self.failure_keys.values()):
+            for tag in (tag for partition in self.partitions.values() for tag in partition.values()):
+                if STOPS_RUN in tag:
+                    raise RuntimeError(f"{tag[STOPS_RUN]} The same command then continues from the newest checkpoint.")
 
     def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         submitted = self.num_to_submit(batch_size)  # by the trainer, before this call
@@ -346,11 +360,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
         excluded = Counter(why.values())
         excluded[RolloutEnd.RAISED] = int(raised)
         for total in (self._counts.seen, self._ended):
-            total += Ended(len(episodes), 1, excluded, {uid} if raised else set(), lost)
+            total += EndedCounts(len(episodes), 1, excluded, {uid} if raised else set(), lost)
         judged = [episode for episode in episodes if why.get(episode.key) not in INFRASTRUCTURE_FAILURES]
         self._counts.judged += judged
-        if self.on_group_end:
-            self.on_group_end(uid, [episode.reward.acc for episode in judged])
+        self._accs[uid] = [episode.reward.acc for episode in judged]
 
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from verl_ext.events import Ended, Observer
 from verl_ext.versions import VERL, require_versions
 
 logger = logging.getLogger(__name__)
@@ -44,14 +45,17 @@ def replace_in(trainer_base: ModuleType) -> None:
     trainer_base.reduce_metrics = functools.wraps(verls)(lambda metrics: verls(metrics | count_skipped(metrics)))
 
 
-class SkippedUpdates:
+class SkippedUpdates(Observer):
     """Watches the steps of a run. `param_dtype`: what the optimizer's engine computes in."""
 
     def __init__(self, param_dtype: Any = None):
         self._most = MOST_STEPS_FP16 if str(param_dtype) in ("16", "fp16", "float16", "torch.float16") else MOST_STEPS
         self._steps: dict[str, int] = {}  # role -> steps in a row all of whose updates were skipped
 
-    def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_ended(self, event: Ended) -> None:
+        self.check(event.step, event.metrics)
+
+    def check(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn of skipped updates among a step's metrics.
 
         Raises:
@@ -74,27 +78,3 @@ class SkippedUpdates:
                     "model's weights and its dtype. Otherwise resume an earlier checkpoint (resume_mode=resume_path), "
                     "or start a run from its merged model with a lower optim.lr."
                 )
-
-
-def watch_sft(tracking: ModuleType) -> None:
-    """verl/utils/tracking.py (0.9.1): watch `Tracking`, to which trainer/sft_trainer.py passes each update's norm."""
-    require_versions(VERL, "verl_ext/trainer/skipped_updates.py")
-    init, log = tracking.Tracking.__init__, tracking.Tracking.log
-
-    @functools.wraps(init)
-    def __init__(
-        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
-    ):
-        precision = ((config or {}).get("engine") or {}).get("mixed_precision")
-        self._skipped = SkippedUpdates(precision.get("param_dtype") if isinstance(precision, Mapping) else None)
-        init(self, project_name, experiment_name, default_backend, config)
-
-    @functools.wraps(log)
-    def log_and_watch(self: Any, data: Any, step: int, backend: Any = None) -> None:
-        if (norm := data.get(f"train/{NORM}")) is None:
-            return log(self, data, step, backend)
-        counts = {name: number for name, (number,) in count_skipped({f"train/{NORM}": [norm]}).items()}
-        log(self, data | {f"train/{SKIPPED}": counts[f"train/{SKIPPED}"]}, step, backend)
-        self._skipped.end_step(step, counts)
-
-    tracking.Tracking.__init__, tracking.Tracking.log = __init__, log_and_watch

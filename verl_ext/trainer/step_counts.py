@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl_ext.episode import Episode
+from verl_ext.events import EndedCounts
 from verl_ext.outcome import EXCLUSIONS, PromptEnd
 from verl_ext.rollout.tool_use import tool_metrics
-from verl_ext.trainer.exclusions import Ended
 
 REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
 
@@ -20,7 +20,7 @@ REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy di
 class StepCounts:
     """Training groups and rollouts of one batch or several."""
 
-    seen: Ended = field(default_factory=Ended)
+    seen: EndedCounts = field(default_factory=EndedCounts)
     judged: list[Episode] = field(default_factory=list)  # those that no infrastructure failure hit
     ends: Counter = field(default_factory=Counter)  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
     aged: int = 0  # groups that were useful when they ended, but no longer without their oldest rollouts

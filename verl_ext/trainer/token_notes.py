@@ -1,4 +1,4 @@
-"""Reports from the actor's processes: what the loss received for the recorded responses, and what it did with them.
+"""The loss in the actor's processes: it reports what it received for the recorded responses, and did with them.
 
 `log_prob` is that of the update itself, before its optimiser step, so no additional pass is needed. The ratio follows
 from it.
@@ -6,6 +6,7 @@ from it.
 
 import functools
 import time
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -17,26 +18,38 @@ from verl_ext.objectives.ppo import ppo
 from verl_ext.objectives.terms import Tokens
 from verl_ext.records import recorder
 from verl_ext.records.token_rows import UNKNOWN
-from verl_ext.trainer.objective import decisions, noted_decisions
+from verl_ext.trainer.objective import decisions, noted_decisions, sum_counts
 from verl_ext.trainer.run_records import RECORD, STEP_BITS
 from verl_ext.versions import VERL, require_versions
 
 
-def note_losses(losses: ModuleType) -> None:
-    """verl/workers/utils/losses.py:58 (0.9.1): `ppo_loss` reports the marked responses to the recorder."""
+def extend_loss(losses: ModuleType) -> None:
+    """verl/workers/utils/losses.py (0.9.1): `ppo_loss` reports the marked responses to the recorder.
+
+    - :103 takes the mean of a loss's metrics over micro-batches and ranks, whatever number of tokens they have. Here
+      our counts of tokens are added up.
+    - :124 divides the sum of the entropies by the tokens of the mini-batch, and 0 / 0 x entropy_coeff is NaN. Here the
+      loss of no tokens is 0.
+    """
     require_versions(VERL, "verl_ext/trainer/token_notes.py")
+    from verl.utils.tensordict_utils import assign_non_tensor
+
     verls = losses.ppo_loss
 
     @functools.wraps(verls)
     def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         records = data.get(RECORD, None)
-        if records is None or not bool((records >= 0).any()):
-            return verls(config, model_output, data, dp_group)
-        with noted_decisions() as noted:
-            result = verls(config, model_output, data, dp_group)
-        with recorder.costs_nothing("made of a loss"):
-            _tell(config, losses.no_padding_2_padding(model_output["log_probs"], data).detach(), data, records, noted)
-        return result
+        is_recorded = records is not None and bool((records >= 0).any())
+        if data["batch_num_tokens"] == 0:
+            data = assign_non_tensor(data.copy(), batch_num_tokens=1)
+        with noted_decisions() if is_recorded else nullcontext() as noted:
+            loss, metrics = verls(config, model_output, data, dp_group)
+        sum_counts(losses, metrics, data)
+        if is_recorded:
+            with recorder.costs_nothing("made of a loss"):
+                log_prob = losses.no_padding_2_padding(model_output["log_probs"], data).detach()
+                _tell(config, log_prob, data, records, noted)
+        return loss, metrics
 
     losses.ppo_loss = ppo_loss
 

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from verl_ext.events import Drawn, Ended, EndedCounts
 from verl_ext.ledger.prompts import PromptLedger, read_tally
 from verl_ext.outcome import PromptEnd
 
@@ -14,14 +16,19 @@ from verl_ext.outcome import PromptEnd
 def ledger(folder: Path) -> PromptLedger:
     """Two steps: a and b trained, c equal and waiting as a filler, d surplus, e and f open; two rollouts of each."""
     made = PromptLedger(folder)
-    made.draw({"a": "1+1", "b": "2+2", "c": "3+3"}, [2] * 3)
-    made.end_step(1, {"a": PromptEnd.TRAINED}, {"b"}, 2, {"a": {"trained": 2}})
-    made.draw({"d": "1+1", "e": "5+5", "f": "6+6"}, [2] * 3)
+    made.on_drawn(Drawn(1, {"a": "1+1", "b": "2+2", "c": "3+3"}, [2] * 3))
+    end_step(made, 1, {"a": PromptEnd.TRAINED}, {"b"}, 2, {"a": {"trained": 2}})
+    made.on_drawn(Drawn(2, {"d": "1+1", "e": "5+5", "f": "6+6"}, [2] * 3))
     ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.SURPLUS}
     failed = {"trained": 1, "failed/aborted": 1}
     fates = {"b": failed, "c": {"filtered/equal": 2}, "d": {"filtered/surplus": 2}}
-    made.end_step(2, ends, {"c", "d"}, 4, fates)
+    end_step(made, 2, ends, {"c", "d"}, 4, fates)
     return made
+
+
+def end_step(made: PromptLedger, step: int, ends: dict, seen, in_queue: int, fates=(), lost=(), raised=()) -> None:
+    counts = EndedCounts(lost=Counter(lost), raised=set(raised))
+    made.on_ended(Ended(step, counts, ends, dict(fates), frozenset(seen), in_queue))
 
 
 def command(folder: Path) -> subprocess.CompletedProcess:
@@ -42,8 +49,8 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
 
 def test_rollouts_by_fate_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
     made = ledger(tmp_path)
-    made.end_step(3, {"d": PromptEnd.TRAINED}, {"c", "e"}, 3, {"d": {"trained": 2}}, {"a:80": 2})
-    made.end_step(4, {"f": PromptEnd.FAILED}, {"c", "e"}, 2, {}, {"b:80": 3, "a:80": 2}, raised={"f"})
+    end_step(made, 3, {"d": PromptEnd.TRAINED}, {"c", "e"}, 3, {"d": {"trained": 2}}, {"a:80": 2})
+    end_step(made, 4, {"f": PromptEnd.FAILED}, {"c", "e"}, 2, {}, {"b:80": 3, "a:80": 2}, raised={"f"})
     shown = command(tmp_path)
     counts = "5 trained, 2 open, 2 filtered/equal, 2 failed/raised, 1 failed/aborted"
     summed = f"rollouts: {counts}\nrequests that lost their server: 4 a:80, 3 b:80\n"
@@ -69,15 +76,15 @@ UNTRUE = "1 prompts trained without a rollout, or did not train although a rollo
 def test_a_rollout_that_is_missing_or_doubled_is_reported(tmp_path: Path, end: str, fates: dict, fault: str):
     """The rollouts of `e`; as many of another prompt too many or too few would not make it sum."""
     made = ledger(tmp_path)
-    made.draw({"g": "7+7"}, [2])
-    made.end_step(3, {"e": PromptEnd(end)}, {"c", "d"}, 4, {"e": fates})
+    made.on_drawn(Drawn(3, {"g": "7+7"}, [2]))
+    end_step(made, 3, {"e": PromptEnd(end)}, {"c", "d"}, 4, {"e": fates})
     assert read_tally(tmp_path).faults() == [fault] and fault in command(tmp_path).stdout
 
 
 def test_rollouts_of_prompts_whose_number_nobody_noted_are_not_compared(tmp_path: Path):
     PromptLedger(tmp_path).resume(7, {"x"})  # a checkpoint of another folder
     made = PromptLedger(tmp_path)
-    made.end_step(8, {"x": PromptEnd.EQUAL}, (), 0, {"x": {"filtered/equal": 5}})
+    end_step(made, 8, {"x": PromptEnd.EQUAL}, (), 0, {"x": {"filtered/equal": 5}})
     assert read_tally(tmp_path).faults() == []
 
 
@@ -88,7 +95,7 @@ def test_a_ledger_that_an_older_version_started_continues(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps(old) + "\n")
     made = PromptLedger(tmp_path)
     made.resume(1, {"b"})
-    made.end_step(2, {"b": PromptEnd.EQUAL}, (), 0, {"b": {"filtered/equal": 1}})
+    end_step(made, 2, {"b": PromptEnd.EQUAL}, (), 0, {"b": {"filtered/equal": 1}})
     assert read_tally(tmp_path).faults() == [NOT_ALL.replace("e.", "b.")]
 
 
@@ -116,8 +123,8 @@ def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
 def test_what_does_not_add_up_is_named(tmp_path: Path, drawn: dict, ends: dict, seen: str, in_queue: int, fault: str):
     made = ledger(tmp_path)
     assert read_tally(tmp_path).faults() == []
-    made.draw(drawn, [2] * len(drawn))
-    made.end_step(3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue)
+    made.on_drawn(Drawn(3, drawn, [2] * len(drawn)))
+    end_step(made, 3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue)
     assert read_tally(tmp_path).faults() == [fault]
     shown = command(tmp_path)
     assert shown.returncode == 1 and fault in shown.stdout
@@ -126,8 +133,8 @@ def test_what_does_not_add_up_is_named(tmp_path: Path, drawn: dict, ends: dict, 
 @pytest.mark.parametrize("end", [PromptEnd.TRAINED, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID])
 def test_surplus_that_was_kept_can_still_be_trained_or_age(tmp_path: Path, end: PromptEnd):
     made = ledger(tmp_path)
-    made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4, {"d": {"filtered/surplus": 2}})  # again
-    made.end_step(4, {"d": end}, {"c"}, 3, {"d": {"trained" if end is PromptEnd.TRAINED else "stale": 2}})
+    end_step(made, 3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4, {"d": {"filtered/surplus": 2}})  # again
+    end_step(made, 4, {"d": end}, {"c"}, 3, {"d": {"trained" if end is PromptEnd.TRAINED else "stale": 2}})
     assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is end
 
 
@@ -141,11 +148,11 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path):
 def test_a_checkpoint_whose_records_are_gone_is_a_fault(tmp_path: Path):
     """Resumed from step 1, which forgets steps 2 and 3, then from the checkpoint of step 3 that was still there."""
     made = ledger(tmp_path)
-    made.end_step(3, {}, {"c", "d"}, 4)
+    end_step(made, 3, {}, {"c", "d"}, 4)
     PromptLedger(tmp_path).resume(1, {"b", "c"})
     again = PromptLedger(tmp_path)
     again.resume(3, {"b", "c"})
-    again.end_step(4, {"b": PromptEnd.TRAINED}, {"c"}, 1, {"b": {"trained": 2}})
+    end_step(again, 4, {"b": PromptEnd.TRAINED}, {"c"}, 1, {"b": {"trained": 2}})
     (fault,) = read_tally(tmp_path).faults()
     assert fault.startswith("There is no record of steps 2 to 3: ")
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from verl_ext.events import Ended, EndedCounts
 from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.ledger.servers import FILE, ServerJournal, read_servers
 
 
 def command(folder: Path) -> subprocess.CompletedProcess:
     """Run the ledger's command on a run that drew no prompt."""
-    PromptLedger(folder).end_step(1, {}, (), 0)
+    PromptLedger(folder).on_ended(Ended(1))
     arguments = [sys.executable, "-m", "verl_ext.ledger", str(folder)]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
 
@@ -78,9 +79,9 @@ def test_an_unknown_event_is_not_a_server(tmp_path: Path):
 
 def test_a_request_cannot_have_been_lost_with_a_server_that_the_run_never_had(tmp_path: Path):
     servers(tmp_path, ("run", ""), ("started", "a"), ("died", "a"), ("run", ""), ("started", "b"))
-    PromptLedger(tmp_path).end_step(1, {}, (), 0, retries={"a": 2})
+    PromptLedger(tmp_path).on_ended(Ended(1, EndedCounts(lost={"a": 2})))
     assert command(tmp_path).returncode == 0
-    PromptLedger(tmp_path).end_step(2, {}, (), 0, retries={"x": 1})
+    PromptLedger(tmp_path).on_ended(Ended(2, EndedCounts(lost={"x": 1})))
     shown = command(tmp_path)
     assert shown.returncode == 1
     assert "requests lost 1 servers that the run never had: x." in shown.stdout

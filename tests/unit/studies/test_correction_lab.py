@@ -25,7 +25,7 @@ def column(*values):
 
 @pytest.fixture
 def recorded():
-    from verl_ext.runs.batch_file import RecordedBatch
+    from scripts.studies.record_batches import RecordedBatch
 
     rollout = column(-3.0, -3.0, -3.0, -3.0)
     old = rollout + column(1.2, 0.6, 1.0, 3.0).log()
@@ -147,7 +147,7 @@ def test_the_command_prints_every_preset_and_writes_numbers_and_pictures(
     tmp_path, capsys, recorded, presets, monkeypatch
 ):
     from scripts.studies import correction_lab
-    from verl_ext.runs.batch_file import path_of, write_batch
+    from scripts.studies.record_batches import path_of, write_batch
 
     monkeypatch.setattr(correction_lab, "all_presets", lambda: [*presets.values()])  # composed already
     run = tmp_path / "rl"

@@ -1,5 +1,6 @@
 """A trainer of verl with our options: constructor and training loop are real, their calls of a cluster are faked."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ from omegaconf import OmegaConf
 
 from tests.unit.test_configs import composed_once
 from verl_ext.episode import EpisodeKey
+from verl_ext.events import Observer
 from verl_ext.settings import compose_run as composed
 
 MODES = ["sync", "colocate_async", "separate_async"]
@@ -30,12 +32,31 @@ class FakeCheckpoints:
         return lambda *args, **kwargs: self.calls.append(name) or {}
 
 
+class FakeRecorder:
+    """The handle of the recorder's actor: notes (name, arguments...) of each call."""
+
+    def __init__(self, calls):
+        tell = lambda told: calls.extend((name, *arguments) for name, arguments in told)  # noqa: E731
+        self.tell, self.close = SimpleNamespace(remote=tell), SimpleNamespace(remote=lambda: calls.append(("close",)))
+
+
+class Watcher(Observer):
+    def on_selected(self, event):
+        self.selected = event
+
+
 @pytest.fixture
 def make(cpu_platform, monkeypatch, tmp_path):
     """A trainer of verl's registry, as its `TaskRunner` makes it; steps, validations and saves are only recorded."""
+    import ray
     import transfer_queue as tq
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from verl_ext.records import recorder
+
+    monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: None)  # when the recorder is closed
 
     def make(*overrides, mode="sync", accs=None, resume_at=0, steps=6, objective=None):
         """`accs`: step -> what a validation after it measures, 0.5 if not there."""
@@ -53,15 +74,19 @@ def make(cpu_platform, monkeypatch, tmp_path):
         run = composed("tiny_dapo", [f"+objective={objective}"]) if objective else composed_once("tiny_dapo")
         config = OmegaConf.merge(run, OmegaConf.from_dotlist(settings))
         trainer = get_trainer_cls(mode)(config)
-        calls = SimpleNamespace(steps=[], validations=[], saves=[], logged={}, memory=[])
+        calls = SimpleNamespace(steps=[], validations=[], saves=[], logged={}, memory=[], recorded=[])
+        monkeypatch.setattr(recorder, "start", lambda *_: FakeRecorder(calls.recorded))
+        trainer.standalone_server_manager = SimpleNamespace(config=config)
         trainer.global_steps = resume_at
         trainer.total_training_steps, trainer.steps_per_epoch = steps, 1000
         trainer.val_dataset = [{"n": i} for i in range(8)]
         trainer.val_dataloader = "all problems"
         trainer.checkpoint_manager = FakeCheckpoints(calls.memory)
-        trainer.standalone_checkpoint_manager = FakeCheckpoints([])
+        trainer.standalone_checkpoint_manager = SimpleNamespace(replicas=[], lock=threading.Lock(), update_weights=dict)
+        trainer.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: "text")
         trainer._init_dump_executor()
         trainer.timing_raw = {}
+        trainer.init()
 
         def validate(self):
             loader = self.val_dataloader
@@ -71,8 +96,12 @@ def make(cpu_platform, monkeypatch, tmp_path):
             acc = (accs or {}).get(self.global_steps, 0.5)
             return {"val-core/tiny/acc/mean@1": acc, "val-aux/num_turns/mean": 3.0}
 
+        def save_checkpoint(self):
+            calls.saves.append(self.global_steps)
+            self.checkpoint_callback.on_save(trainer=self, global_step=self.global_steps, checkpoint_dir="")
+
         monkeypatch.setattr(PPOTrainer, "_validate", validate)
-        monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: calls.saves.append(self.global_steps))
+        monkeypatch.setattr(PPOTrainer, "_save_checkpoint", save_checkpoint)
         monkeypatch.setattr(PPOTrainer, "step", lambda self, *_: calls.steps.append(self.global_steps) or batch)
         monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda *_, **__: None)
         monkeypatch.setattr(type(trainer), "on_train_begin", lambda self: None)
@@ -112,12 +141,7 @@ def advantages(make, monkeypatch):
     import transfer_queue as tq
     from verl.utils import tensordict_utils as tu
 
-    from verl_ext.records import recorder
-    from verl_ext.settings import RecorderSettings
-    from verl_ext.trainer.run_records import RunRecords
-    from verl_ext.trainer.selection import Selection
-
-    monkeypatch.setattr(recorder, "start", lambda *_: None)  # nothing is sent to it
+    from verl_ext.events import Selection
 
     def advantages(
         rewards,
@@ -169,12 +193,12 @@ def advantages(make, monkeypatch):
         batch = tq.KVBatchMeta(
             partition_id="train", keys=[*rewards], tags=[{"is_padding": key in padding} for key in rewards]
         )
-        settings = RecorderSettings(token_share=0.0, keep_steps=1, max_gb=1)
-        trainer._records = records = RunRecords(settings, trainer.config)
+        watcher = Watcher()
+        trainer.observers.add(watcher)
         trainer._compute_advantage(batch, {})
         for key, row in stored.items():
             own = set(row["advantages"][row["response_mask"].bool()].tolist())
-            scaled, told = own.pop() if len(own) == 1 else None, records._advantages[EpisodeKey.parse(key)]
+            scaled, told = own.pop() if len(own) == 1 else None, watcher.selected.advantage[EpisodeKey.parse(key)]
             assert (told is None) == (scaled is None)
             if told is not None:  # the loss has it times a factor of the mean
                 assert told * scaled > 0 or told == scaled == 0

@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from verl_ext.events import Ended, Started
 from verl_ext.runs.journal import StepJournal
 from verl_ext.trainer.adaptive_n import AdaptiveN, AdaptiveSampling, difficulty, number_of_responses
 
@@ -74,8 +75,7 @@ def sampling(tmp_path):
 def one_step(sampling, step, text, accs, known=None):
     """Submit one prompt, let its group end; return its number of responses."""
     (number,) = sampling.assign(step, [f"uid-{step}"], [text], [known])
-    sampling.observe(f"uid-{step}", accs)
-    sampling.end_step(step)
+    sampling.on_ended(Ended(step, accs={f"uid-{step}": accs}))
     return number
 
 
@@ -103,21 +103,19 @@ def test_pass_rates_outlive_a_resume_but_not_those_after_its_step(sampling, tmp_
     one_step(sampling, 40, "a", [0, 0])
     one_step(sampling, 41, "b", [0, 0])
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
-    resumed.resume(40)
+    resumed.on_started(Started(40))
     assert resumed.assign(41, ["x", "y"], ["a", "b"], [None, None]) == [24, 16]
-    resumed.observe("of-an-older-run", [1])  # it is not known of which problem
+    resumed.on_ended(Ended(41, accs={"of-an-older-run": [1]}))  # it is not known of which problem
 
 
 def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_that_resumes(sampling, tmp_path):
     """The asynchronous modes send it again under its name."""
     sampling.assign(40, ["x", "y"], ["a", "b"], [None, None])
-    sampling.observe("x", [1, 1])
-    sampling.end_step(40)
+    sampling.on_ended(Ended(40, accs={"x": [1, 1]}))
     sampling.assign(41, ["z"], ["c"], [None])  # after the checkpoint: drawn again, under another name
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
-    resumed.resume(40)
-    for uid in ("x", "y", "z"):
-        resumed.observe(uid, [0, 0])
+    resumed.on_started(Started(40))
+    resumed.on_ended(Ended(41, accs=dict.fromkeys("xyz", [0, 0])))
     assert resumed.assign(41, ["1", "2", "3"], ["a", "b", "c"], [None] * 3) == [16, 24, 16]
 
 
@@ -126,8 +124,8 @@ def test_metrics_are_of_the_prompts_of_a_step(sampling):
     sampling.assign(41, ["1", "2"], ["a", "b"], [None, 1.0])
     sampling.assign(41, ["3", "4"], ["c", "d"], [None, None])  # a refill
     expected = {"mean": (24 + 8 + 16 + 16) / 4, "min": 8, "max": 24, "easy": 0.25, "hard": 0.25}
-    assert sampling.end_step(41) == {f"rollout_n/{name}": value for name, value in expected.items()}
-    assert sampling.end_step(42) == {}
+    assert sampling.on_ended(Ended(41)) == {f"rollout_n/{name}": value for name, value in expected.items()}
+    assert sampling.on_ended(Ended(42)) == {}
 
 
 def test_groups_of_unequal_size_have_each_their_own_grpo_baseline():

@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from verl_ext.events import Started, Validated
 from verl_ext.runs.journal import StepJournal
 from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch, reason_to_stop, watched_value
 
@@ -87,17 +88,20 @@ def test_the_watch_continues_counting_over_a_resume(tmp_path):
     journal = tmp_path / "early_stop.jsonl"
     watch = EarlyStopWatch(EarlyStop(**SETTINGS), StepJournal(journal))
     for step in (0, 5, 10):
-        assert watch.observe(step, full(0.5), light=False) == {"early_stop/value": 0.5, "early_stop/best": 0.5}
-    assert watch.observe(12, {"val-light/aime/acc/mean@10": 0.9}, light=True) == {} and watch.reason() is None
+        assert watch.on_validated(Validated(step, full(0.5))) == {"early_stop/value": 0.5, "early_stop/best": 0.5}
+    assert (
+        watch.on_validated(Validated(12, {"val-light/aime/acc/mean@10": 0.9}, is_light=True)) == {}
+        and watch.reason() is None
+    )
 
     resumed = EarlyStopWatch(EarlyStop(**SETTINGS), StepJournal(journal))
-    resumed.resume(8)  # from a checkpoint of step 8: what was seen at step 10 is gone
-    resumed.observe(8, full(0.5), light=False)  # validated before training
+    resumed.on_started(Started(8))  # from a checkpoint of step 8: what was seen at step 10 is gone
+    resumed.on_validated(Validated(8, full(0.5)))  # validated before training
     assert resumed.reason() is None
-    resumed.observe(8, full(0.5), light=False)
+    resumed.on_validated(Validated(8, full(0.5)))
     assert resumed.reason() is None, "the same step counts once"
-    resumed.observe(10, full(0.5), light=False)
+    resumed.on_validated(Validated(10, full(0.5)))
     assert resumed.reason().startswith("the mean validation accuracy has not risen by min_delta=0.1 above 0.5 in 3 val")
     again = EarlyStopWatch(EarlyStop(**SETTINGS | {"patience": 4}), StepJournal(journal))
-    again.resume(10)
+    again.on_started(Started(10))
     assert again.reason() is None, "more patience lets a stopped run continue"

@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 
-from verl_ext.trainer.exclusions import Ended, ExclusionWatch, is_alarm
+from verl_ext.events import Ended, EndedCounts, Started
+from verl_ext.trainer.exclusions import ExclusionWatch, is_alarm
 
 
 def ended(rollouts, groups=None, **excluded):
-    return Ended(rollouts, rollouts // 8 if groups is None else groups, Counter(excluded))
+    return EndedCounts(rollouts, rollouts // 8 if groups is None else groups, Counter(excluded))
 
 
 @pytest.mark.parametrize(
@@ -49,28 +50,33 @@ class Journal:
         self.records.append({"step": step} | values)
 
 
+def end(watch, step, unknown):
+    return watch.on_ended(Ended(step, ended(512, verifier_unknown=unknown)))
+
+
 def test_a_policy_that_learns_to_provoke_exclusions_is_seen_before_the_level(caplog):
     """From 0.2% of 512 rollouts to 3.1% over 10 steps."""
     journal = Journal()
     watch = ExclusionWatch(journal)
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
-        metrics = [watch.end_step(step, ended(512, verifier_unknown=n)) for step, n in enumerate([1] * 20, 1)]
+        metrics = [end(watch, step, 1) for step in range(1, 21)]
         assert not any(data["failure/alarm"] for data in metrics) and caplog.text == ""
-        rising = [watch.end_step(20 + i, ended(512, verifier_unknown=n)) for i, n in enumerate(range(2, 17, 2), 1)]
+        rising = [end(watch, 20 + i, n) for i, n in enumerate(range(2, 17, 2), 1)]
     assert [bool(data["failure/alarm"]) for data in rising].index(True) <= 3
     assert "verifier_unknown kept 1.2% of 512 rollouts out of training (0.2% of 11264 in the run before)" in caplog.text
     assert "See the reward manager's warnings" in caplog.text and "read such rollouts in the run's traj" in caplog.text
     assert rising[-1]["failure/share_verifier_unknown"] == 16 / 512
     again = ExclusionWatch(journal)
-    again.resume(22)
-    assert again.end_step(23, ended(512))["failure/run_share_verifier_unknown"] == (20 + 2 + 4) / (23 * 512)
-    assert watch.end_step(29, Ended()) == {}
+    again.on_started(Started(22))
+    metrics = again.on_ended(Ended(23, ended(512)))
+    assert metrics["failure/run_share_verifier_unknown"] == (20 + 2 + 4) / (23 * 512)
+    assert watch.on_ended(Ended(29)) == {}
 
 
 def test_the_alarm_counts_groups_where_rollouts_raised_and_names_the_remedy(caplog):
     """4 of 64 groups are 6.25%."""
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
-        metrics = ExclusionWatch(Journal()).end_step(1, ended(480, 64, raised=4))
+        metrics = ExclusionWatch(Journal()).on_ended(Ended(1, ended(480, 64, raised=4)))
     assert metrics["failure/alarm"] == 1 and metrics["failure/share_raised"] == 4 / 64
     assert "step 1: raised kept 6.2% of 64 groups out of training" in caplog.text
     assert "Fix the error that the log reports as 'Error in _run_prompt'" in caplog.text

@@ -3,10 +3,9 @@
 import inspect
 from types import SimpleNamespace
 
-import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.trainer.limits import CALLS, let_calls_in, obey_nccl_timeout
+from verl_ext.trainer.limits import obey_nccl_timeout
 
 
 def test_ranks_wait_as_long_as_the_run_says():
@@ -46,20 +45,3 @@ def test_torch_itself_has_no_time_out_for_an_hour():
     from torch.distributed import distributed_c10d as torchs
 
     assert torchs._get_default_timeout(torchs.Backend("cpu:gloo,cuda:nccl")).total_seconds() == 30 * 60
-
-
-@pytest.mark.parametrize(("verls", "expected"), [(1000, CALLS), (100_000, 100_000)])
-def test_no_call_waits_in_front_of_a_server(verls, expected):
-    class RolloutReplica:
-        max_concurrency = property(lambda self: verls)
-
-    let_calls_in(SimpleNamespace(RolloutReplica=RolloutReplica))
-    assert RolloutReplica().max_concurrency == expected
-
-
-def test_verls_replica_takes_more_calls_than_a_step_of_32b_has():
-    import verl  # noqa: F401
-    from verl.workers.rollout.replica import RolloutReplica
-
-    replica = SimpleNamespace(config=SimpleNamespace(max_num_seqs=256))
-    assert RolloutReplica.max_concurrency.fget(replica) > 512 * 16

@@ -193,14 +193,15 @@ def test_counts_are_added_up_over_micro_batches_and_ranks_before_they_become_sha
     from verl.utils import metric
     from verl.workers.utils import losses
 
-    from verl_ext.trainer.objective import COUNT, make_shares, sum_counts
+    from verl_ext.trainer.objective import COUNT, make_shares
+    from verl_ext.trainer.token_notes import extend_loss
 
     def verls(config, model_output, data, dp_group=None):
         counts = {"tokens": data["tokens"], "clipped_low": data["low"], "clipped_high": 0.0}
         return 0.0, losses.Metric.from_dict({COUNT + name: value for name, value in counts.items()}, "mean")
 
     module = SimpleNamespace(ppo_loss=verls, Metric=losses.Metric, AggregationType=metric.AggregationType)
-    sum_counts(module)
+    extend_loss(module)
     ranks = []
     for _ in range(2):
         own = {"dp_size": 2, "batch_num_tokens": 8}

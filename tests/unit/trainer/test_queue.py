@@ -84,10 +84,7 @@ def test_the_share_of_cut_responses_counts_episodes_of_our_loop(queue):
 @pytest.mark.parametrize("partition", ["train", "val"])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_rollout_found_broken_ends_the_run_before_its_group_is_replaced(monkeypatch, mode, partition):
-    from verl_ext.trainer.queue import stop_where_a_rollout_says_so
-
     queue, buffer = buffer_maker(monkeypatch)([None, *[MIXED] * 9], batch_size=2, mode=mode, partition=partition)
-    stop_where_a_rollout_says_so(buffer)
     queue.tags["uid-0_3_0"] = {"status": "failure", "stops_run": "V gave acc=nan on row 7. Correct the verifier."}
     with pytest.raises(
         RuntimeError, match="^V gave acc=nan on row 7. Correct the verifier. The same command then continues"

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.trainer.conftest import ON
+from verl_ext.events import Ended, Selection
 
 
 def prompts(*texts, **columns):
@@ -23,7 +24,7 @@ def test_the_prompts_carry_their_number_of_responses_to_the_agent_loops(make, su
     trainer.global_steps = 1
     trainer._submit_batch_to_rollout(prompts("a", "b", "c", pass_rate=[0.25, None, 1.0]))
     assert submitted.numbers == [12, 6, 4]
-    trainer.replay_buffer.on_group_end("uid-1", [0.0, 0.0, 1.0])
+    trainer.observers.tell(Ended(1, accs={"uid-1": [0.0, 0.0, 1.0]}))
     trainer._submit_batch_to_rollout(prompts("b"))  # one by one, as the sampler asks for them
     trainer.global_steps = 5
     trainer._submit_batch_to_rollout(prompts("x", "x"))
@@ -35,7 +36,7 @@ def test_without_the_option_no_number_is_given(make, submitted):
     trainer.agent_loop_manager = submitted.manager
     trainer.global_steps = 1
     trainer._submit_batch_to_rollout(prompts("a", "b"))
-    assert submitted.numbers == [None, None] and trainer.replay_buffer.on_group_end is None
+    assert submitted.numbers == [None, None]
 
 
 @pytest.mark.parametrize("option", [ADAPTIVE, ()], ids=["adaptive n", "episodes of several rows"])
@@ -43,8 +44,6 @@ def test_without_the_option_no_number_is_given(make, submitted):
 def test_a_step_has_as_many_updates_whatever_its_rows(make, monkeypatch, dp_size, option):
     """16 prompts, mini-batches of 8: 2 updates. 130 rows on 3 ranks: 132 of them with padding, 66 an update."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    from verl_ext.trainer.selection import Selection
 
     trainer, _ = make(*option)
     trainer.replay_buffer.selection = Selection(has_several_rows=not option)
@@ -86,15 +85,13 @@ def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
 
 
 def test_episodes_of_several_rows_need_dynamic_micro_batches_for_several_updates(make):
-    from verl_ext.trainer.selection import Selection
-
     trainer, _ = make(*FIXED)
     trainer.replay_buffer.selection = Selection(has_several_rows=True)
     with pytest.raises(ValueError, match="use_dynamic_bsz is false with more than one update a step"):
         trainer._get_required_batch_multiple(1)
 
 
-def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path):
+def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path, monkeypatch):
     from verl_ext.records.problem import problem_of
 
     trainer, calls = make(*ADAPTIVE, "trainer.test_freq=-1", steps=1)
@@ -102,7 +99,7 @@ def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, t
     trainer.global_steps = 1
     golds = [{"ground_truth": gold} for gold in "12"]
     trainer._submit_batch_to_rollout(prompts("a", "a", pass_rate=[0.25, None], reward_model=golds))
-    trainer.replay_buffer.on_group_end("uid-0", [1.0, 0.0])
+    monkeypatch.setattr(type(trainer.replay_buffer), "take_ended", lambda *_: Ended(1, accs={"uid-0": [1.0, 0.0]}))
     metrics = {}
     trainer.step(metrics, {})
     assert metrics == {

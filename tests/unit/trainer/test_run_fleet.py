@@ -90,7 +90,6 @@ def test_a_run_whose_servers_cannot_be_watched_stops_at_its_start(make):
 
 def test_newcomers_come_in_while_the_trainer_waits_for_rollouts(started):
     trainer = started(*ON)
-    trainer._records = None
     fleet, trainer._step_sample_wait_seconds = trainer._fleet, 0.0  # of on_step_begin
     for mini_batch, is_exact in ((0, True), (1, False)):  # at 1 the actor has learned since its weights were sent
         trainer.local_trigger_step = mini_batch

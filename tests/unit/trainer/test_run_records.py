@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, summary_of
+from verl_ext.events import Ended, Finished, Saved, Selected, Selection, Started, Validated
 from verl_ext.outcome import PromptEnd
 from verl_ext.settings import RecorderSettings
-from verl_ext.trainer.selection import Selection
 
 ROW = TokenRow(model_spans=[(0, 2), (3, 4)], version_spans=[(0, 2, 5), (3, 4, 6)])
 EXTRA_FIELDS = {SUMMARY: summary_of(Episode(EpisodeKey("u", 0), [ROW], use=ToolUse()))}
@@ -47,16 +47,23 @@ class Handle:
         return [arguments for called, *arguments in self.told + waiting if called == name]
 
 
+def DECODE(ids):
+    return f"<{ids[0]}>"
+
+
 def nested(rows):
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
-def note_advantages(records, stored, factors=()):
-    """Note the advantages of the batch in the queue, as the trainer does."""
-    advantages, masks = (
-        torch.tensor([row[name] for row in stored.values()]) for name in ("advantages", "response_mask")
-    )
-    records.note_advantages([([*stored], advantages, masks)], dict(factors))
+def selected(step, batch, stored, selection=Selection(), factors=()):  # noqa: B008
+    """A batch of the queue with its advantages, as the trainer reports it."""
+    names = ("advantages", "response_mask")
+    advantages, masks = (torch.tensor([stored[key][name] for key in batch.keys]) for name in names)
+    return Selected(step, 0, batch, selection, batch.keys, advantages, masks, dict(factors))
+
+
+def ended(step, prompts=(), seen=()):
+    return Ended(step, prompts=dict(prompts), seen=frozenset(seen))
 
 
 @pytest.fixture
@@ -100,19 +107,16 @@ def make(cpu_platform, monkeypatch, tmp_path):
         settings = RecorderSettings(token_share=share, keep_steps=1, max_gb=1)
         config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
         handle.records = RunRecords(settings, config)
-        note_advantages(handle.records, stored)
+        handle.records.on_started(Started(0, decode=DECODE))
         return handle.records, handle, batch, stored
 
     return make
 
 
-TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
-
-
 @pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
 def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, groups):
     records, handle, batch, stored = make(share)
-    records.take(3, batch, Selection(), TOKENIZER)
+    records.on_selected(selected(3, batch, stored))
     marks = {key: row["record"] for key, row in stored.items() if row.get("record", -1) >= 0}
     assert len({key[0] for key in marks}) == groups and KEYS[-1] not in marks
     assert ("record" in batch.fields) is bool(groups), "what the actor fetches"
@@ -134,15 +138,14 @@ def test_of_an_episode_only_the_last_row_has_tokens(make):
     stored["a_0_0"]["extra_fields"] = summary
     stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2], "advantages": [-1.0] * 4}
     batch.keys, batch.tags = ["a_0_1", *KEYS], [{}, *batch.tags]
-    note_advantages(records, stored)
-    records.take(3, batch, Selection(), TOKENIZER)
+    records.on_selected(selected(3, batch, stored))
     columns = handle.of("tokens")[0][1]
     sessions = list(zip(columns["uid"], columns["session"], strict=True))
     assert len(sessions) == len(set(sessions)) == 7 and 99 in columns["id"] and 12 not in columns["id"]
     assert stored["a_0_0"]["record"] == -1 and stored["a_0_1"]["record"] >= 0
     at = columns["id"].tolist().index(99) - 2
     assert columns["version"][at : at + 4].tolist() == [7, -1, 7, 7]
-    records.end_step(3, {}, ())
+    records.on_ended(ended(3))
     assert handle.of("end_step")[0][0].taken[EpisodeKey("a", 0)] == -1.0
 
 
@@ -152,13 +155,12 @@ def test_a_copy_is_recorded_as_the_episode_that_it_copies(make):
     copy = str(EpisodeKey("b", 1, copy=1))
     stored[copy] = dict(stored["b_1_0"])
     batch.keys, batch.tags = [copy, *KEYS], [{}, *batch.tags]
-    note_advantages(records, stored)
-    records.take(3, batch, Selection(), TOKENIZER)
+    records.on_selected(selected(3, batch, stored))
     columns = handle.of("tokens")[0][1]
     sessions = list(zip(columns["uid"], columns["session"], strict=True))
     assert len(sessions) == len(set(sessions)) == 7 and ("b", 1) in sessions
     assert sorted([stored[copy]["record"] >= 0, stored["b_1_0"]["record"] >= 0]) == [False, True]
-    records.end_step(3, {}, ())
+    records.on_ended(ended(3))
     taken = handle.of("end_step")[0][0].taken
     assert len(taken) == 7 and taken[EpisodeKey("b", 1)] == 0.5
 
@@ -167,7 +169,7 @@ def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
     """TransferQueue works in a separate thread."""
     import transfer_queue as tq
 
-    records, handle, batch, _ = make(0.01)
+    records, handle, batch, stored = make(0.01)
     get = tq.kv_batch_get
 
     def burn():
@@ -180,14 +182,14 @@ def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
         return get(**asked)
 
     monkeypatch.setattr(tq, "kv_batch_get", get_in_a_thread)
-    records.take(3, batch, Selection(), TOKENIZER)
-    records.end_step(3, {}, ())
+    records.on_selected(selected(3, batch, stored))
+    records.on_ended(ended(3))
     assert handle.of("end_step")[0][1] > 0.04
 
 
 def test_the_columns_of_a_response_are_those_of_the_queue(make):
-    records, handle, batch, _ = make(1.0)
-    records.take(3, batch, Selection(), TOKENIZER)
+    records, handle, batch, stored = make(1.0)
+    records.on_selected(selected(3, batch, stored))
     columns = handle.of("tokens")[0][1]
     assert columns["id"][:4].tolist() == [10, 11, 12, 2] and columns["mask"][:4].tolist() == [True, True, False, True]
     assert columns["turn"][:4].tolist() == [0, 0, 1, 2] and columns["version"][:4].tolist() == [5, 5, -1, 6]
@@ -196,9 +198,9 @@ def test_the_columns_of_a_response_are_those_of_the_queue(make):
 
 
 def test_a_second_batch_of_the_step_has_other_numbers_and_no_text_twice(make):
-    records, handle, batch, _ = make(1.0)
+    records, handle, batch, stored = make(1.0)
     for _ in range(2):
-        records.take(3, batch, Selection(fillers=frozenset("c")), TOKENIZER)
+        records.on_selected(selected(3, batch, stored, Selection(fillers=frozenset("c"))))
     (_, first, texts), (_, second, again) = handle.of("tokens")
     assert not set(first["record"].tolist()) & set(second["record"].tolist())
     assert texts and again == {}
@@ -225,14 +227,15 @@ def test_characters_of_several_tokens_are_read_together(cpu_platform):
 
 
 def test_a_bug_in_the_records_fails_no_step_and_is_reported_once(make, caplog):
-    records, handle, batch, _ = make(1.0)
+    records, handle, batch, stored = make(1.0)
 
     def decode(ids):
         raise ValueError("no such token")
 
+    records.on_started(Started(2, decode=decode))
     for step in (3, 4):
-        records.take(step, batch, Selection(), SimpleNamespace(decode=decode))
-        records.end_step(step, {}, None)
+        records.on_selected(selected(step, batch, stored))
+        records.on_ended(Ended(step, seen=None))
     assert caplog.text.count("could not be made of a batch, due to a bug in verl_ext") == 1
     assert caplog.text.count("could not be made of a step, due to a bug in verl_ext") == 1
     assert handle.of("tokens") == [] and "no such token" in caplog.text
@@ -240,10 +243,10 @@ def test_a_bug_in_the_records_fails_no_step_and_is_reported_once(make, caplog):
 
 def test_sending_counts_in_the_next_step(make):
     records, handle, _, _ = make(0.0)
-    records.end_step(1, {}, ())
+    records.on_ended(ended(1))
     handle.sending_s = 0.05
-    records.end_round(1)
-    records.end_step(2, {}, ())
+    records.on_finished(Finished(1))
+    records.on_ended(ended(2))
     (_, before), (_, after) = handle.of("end_step")
     assert before < 0.05 <= after
 
@@ -252,9 +255,10 @@ def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(m
     records, handle, batch, stored = make(0.0)
     stored["b_1_0"]["response_mask"] = [0, 0, 0, 0]
     void = EpisodeKey("b", 1)
-    note_advantages(records, stored, {EpisodeKey("c", 0): 0.0, EpisodeKey("c", 1): 0.5})
-    records.take(3, batch, Selection(frozenset("c"), left_out={void: "void"}), TOKENIZER)
-    records.end_step(3, {"c": PromptEnd.EQUAL}, ())
+    selection = Selection(frozenset("c"), left_out={void: "void"})
+    factors = {EpisodeKey("c", 0): 0.0, EpisodeKey("c", 1): 0.5}
+    records.on_selected(selected(3, batch, stored, selection, factors))
+    records.on_ended(ended(3, {"c": PromptEnd.EQUAL}))
     ((fates, cpu_s),) = handle.of("end_step")
     expected = dict(a_0=None, a_1=0.5, b_0=0.5, b_1=None, c_0=0.0, c_1=0.5, d_0=0.5)
     assert fates.taken == {EpisodeKey.parse(f"{key}_0"): advantage for key, advantage in expected.items()}
@@ -262,15 +266,15 @@ def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(m
     assert fates.fillers == {"c"} and cpu_s > 0
     ends = {uid: str(end) for uid, end in fates.ends.items()}
     assert ends == {"a": "trained", "b": "trained", "c": "equal", "d": "trained"}
-    records.end_step(4, {}, ())
+    records.on_ended(ended(4))
     assert handle.of("end_step")[1][0].taken == {}
 
 
 def test_the_end_of_a_group_that_waits_in_the_queue_is_reported_when_it_has_left(make):
     records, handle, _, _ = make(0.0)
-    records.end_step(3, {"gone": PromptEnd.EQUAL, "kept": PromptEnd.SURPLUS}, {"kept"})
-    records.save(3)
-    records.end_step(4, {"kept": PromptEnd.TRAINED, "old": PromptEnd.STALE}, ())
+    records.on_ended(ended(3, {"gone": PromptEnd.EQUAL, "kept": PromptEnd.SURPLUS}, {"kept"}))
+    records.on_saved(Saved(3))
+    records.on_ended(ended(4, {"kept": PromptEnd.TRAINED, "old": PromptEnd.STALE}))
     first, second = (fates for fates, _ in handle.of("end_step"))
     assert first.ends == {"gone": PromptEnd.EQUAL}
     assert second.ends == {"kept": PromptEnd.TRAINED, "old": PromptEnd.STALE}
@@ -280,49 +284,49 @@ def test_the_end_of_a_group_that_waits_in_the_queue_is_reported_when_it_has_left
 def test_what_was_decided_of_groups_that_waited_is_reported_when_they_have_left_after_a_resume(make):
     """`equal` waits in the queue as a filler; `surplus` left it with the run that was ended."""
     records, handle, _, _ = make(0.0)
-    records.resume(2, {"equal": PromptEnd.EQUAL, "surplus": PromptEnd.SURPLUS})
-    records.end_step(3, {"useful": PromptEnd.TRAINED}, {"equal"})
-    records.end_step(4, {}, ())
+    records.on_started(Started(2, {"equal": PromptEnd.EQUAL, "surplus": PromptEnd.SURPLUS, "useful": PromptEnd.OPEN}))
+    records.on_ended(ended(3, {"useful": PromptEnd.TRAINED}, {"equal"}))
+    records.on_ended(ended(4))
     first, second = (fates.ends for fates, _ in handle.of("end_step"))
     assert first == {"surplus": PromptEnd.SURPLUS, "useful": PromptEnd.TRAINED}
-    assert second == {"equal": PromptEnd.EQUAL} and handle.of("resume") == [[2]]
+    assert second == {"equal": PromptEnd.EQUAL} and handle.of("resume") == [[0], [2]]
 
 
-def test_intervals_are_reported_at_the_end_of_a_round_even_if_it_raised(make):
+def test_verls_timers_are_the_intervals_of_a_timeline(make):
     records, handle, _, _ = make(0.0)
-    with pytest.raises(OSError), records.span("save"):
-        raise OSError
-    records.end_round(3)
-    records.end_round(4)
+    timers = [{"what": what, "start_s": 1.0, "end_s": 2.0} for what in ("gen", "old_log_prob", "ref", "adv", "step")]
+    records.on_finished(Finished(3, intervals=timers))
+    records.on_finished(Finished(4))
     (step, intervals), (_, none) = handle.of("times")
-    assert step == 3 and none == [] and [i["what"] for i in intervals] == ["save"]
-    assert intervals[0]["end_s"] >= intervals[0]["start_s"] > 1e9
+    assert step == 3 and none == [] and [each["what"] for each in intervals] == ["wait", "log_probs", "log_probs"]
+    assert intervals[0]["end_s"] == 2.0 and timers[0]["what"] == "gen"
 
 
 def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
-    records, handle, batch, _ = make(1.0)
+    records, handle, batch, stored = make(1.0)
+    before = handle.messages
     for step, has_checkpoint in ((3, False), (4, True)):
-        records.take(step, batch, Selection(), TOKENIZER)
-        records.end_step(step, {}, ())
-        assert handle.messages == step - 3
+        records.on_selected(selected(step, batch, stored))
+        records.on_ended(ended(step))
+        assert handle.messages == before + step - 3
         if has_checkpoint:
-            records.save(step)
+            records.on_saved(Saved(step))
             assert [name for name, *_ in handle.told][-3:] == ["tokens", "end_step", "save"]
-        records.end_round(step)
-    assert handle.messages == 3 and records._untold == []
+        records.on_finished(Finished(step))
+    assert handle.messages == before + 3
 
 
 def test_what_a_step_that_raised_had_reported_is_written_at_the_close(make, monkeypatch):
-    records, handle, batch, _ = make(1.0)
+    records, handle, batch, stored = make(1.0)
     monkeypatch.setattr("verl_ext.records.recorder.close", lambda actor: None)
-    records.take(3, batch, Selection(), TOKENIZER)
+    records.on_selected(selected(3, batch, stored))
     records.close()
-    assert [name for name, *_ in handle.told] == ["tokens"]
+    assert [name for name, *_ in handle.told] == ["resume", "tokens"]
 
 
 def test_a_validation_is_recognized_by_its_prompts(make):
     records, handle, _, _ = make(0.0)
-    records.end_validation(8, {"v"})
+    records.on_validated(Validated(8, {}, frozenset("v")))
     ((fates, _),) = handle.of("end_step")
     assert (fates.step, fates.validate, fates.ends) == (8, True, {"v": None})
 

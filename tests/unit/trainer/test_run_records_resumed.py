@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker
 from tests.unit.trainer.test_sampler_ledger import KEPT, STEPS, Run, outcomes
+from verl_ext.events import Finished, Saved, Started
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.outcome import PromptEnd, rollout_end
 from verl_ext.records import recorder, store
@@ -45,17 +46,14 @@ class RecordedRun(Run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recorder, "start", lambda *_: Handle(self.recorder))
             self.records = RunRecords(SETTINGS, config)
-        self.records.resume(self.step, {uid: end for uid, end in self.waited.items() if end is not PromptEnd.OPEN})
+        self.records.on_started(Started(self.step, self.waited))
         self.sent = set(checkpoint[2]) - set(checkpoint[3]) if checkpoint else set()
-        end_step = self.ledger.end_step
 
-        def end_both(step, ends, waiting, *counts):
-            self.tell()
-            end_step(step, ends, waiting, *counts)
-            self.records.end_step(step, ends, waiting)
-            self.records.end_round(step)
-
-        self.ledger.end_step = end_both
+    def end_step(self, ended):
+        self.tell()
+        super().end_step(ended)
+        self.records.on_ended(ended)
+        self.records.on_finished(Finished(self.step))
 
     def tell(self):
         """Record a group as the agent loops do when its last rollout has ended."""
@@ -69,7 +67,7 @@ class RecordedRun(Run):
     def save(self):
         super().save()
         self.tell()
-        self.records.save(self.step)
+        self.records.on_saved(Saved(self.step))
 
 
 @pytest.mark.parametrize("seed", range(4))

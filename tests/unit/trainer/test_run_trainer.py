@@ -10,6 +10,7 @@ import pytest
 from tests.unit.trainer.conftest import MODES, ON
 from tests.unit.trainer.prompt_groups import info
 from verl_ext.episode import EpisodeKey
+from verl_ext.events import Ended, EndedCounts
 from verl_ext.records import store
 
 
@@ -83,13 +84,9 @@ def test_a_router_of_the_run_is_there_before_its_servers(make):
 
 
 @pytest.mark.parametrize(("mode", "hybrid"), [("separate_async", "true"), ("colocate_async", "false")])
-def test_servers_on_the_actors_gpus_do_not_come_and_go(make, monkeypatch, mode, hybrid):
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
-    trainer, _ = make(f"actor_rollout_ref.hybrid_engine={hybrid}", "retool.recorder.enable=false", mode=mode)
-    trainer.init()
-    assert trainer._members is None
+def test_servers_on_the_actors_gpus_do_not_come_and_go(make, mode, hybrid):
+    trainer, _ = make(f"actor_rollout_ref.hybrid_engine={hybrid}", mode=mode)
+    assert trainer.members is None
 
 
 def test_dedicated_servers_join_and_leave_while_the_run_continues_and_never_while_weights_change(make, monkeypatch):
@@ -97,18 +94,15 @@ def test_dedicated_servers_join_and_leave_while_the_run_continues_and_never_whil
 
     from verl_ext.fleet import commands
 
-    monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
-    trainer, _ = make("actor_rollout_ref.hybrid_engine=false", "retool.recorder.enable=false", mode="separate_async")
-    held, asked, run = [], [], Path(trainer.config.trainer.default_local_dir)
-    update = SimpleNamespace(replicas=[], update_weights=lambda _: held.append(trainer._members._lock.locked()) or {})
-    trainer.standalone_server_manager = SimpleNamespace(config=trainer.config)
-    trainer.standalone_checkpoint_manager = update
-    trainer.init()
+    trainer, _ = make("actor_rollout_ref.hybrid_engine=false", mode="separate_async")
+    asked, run = [], Path(trainer.config.trainer.default_local_dir)
+    lock = trainer.standalone_checkpoint_manager.lock
+    trainer.standalone_checkpoint_manager.update_weights = lambda _: asked.append(lock.locked()) or {}
     trainer.prev_step_profile = False
     trainer.on_step_end()
-    assert held == [True] and not trainer._members._lock.locked()
+    assert asked.pop() and not lock.locked()
 
-    monkeypatch.setattr(trainer._members, "rows", lambda: [])
+    monkeypatch.setattr(trainer.members, "rows", lambda: [])
     monkeypatch.setattr(PPOTrainer, "fit", lambda self, _: asked.append(commands.ask(run, ["list"])))
     trainer.fit(None)
     assert asked == [[]]
@@ -182,16 +176,16 @@ def test_shares_of_a_step_are_of_its_tokens_however_many_each_of_its_batches_has
     assert not any(name.startswith(COUNT) for name in metrics)
 
 
-def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, tmp_path):
-    from verl_ext.trainer.exclusions import Ended
-    from verl_ext.trainer.selection import StepEnds
+def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, monkeypatch):
+    from verl_ext.trainer.sampler import DapoReplayBuffer
 
-    trainer, calls = make("trainer.test_freq=-1", steps=3)
     excluded = {1: 0, 2: 1, 3: 60}
 
-    trainer.replay_buffer.take_ends = lambda: StepEnds(
-        Ended(rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[trainer.global_steps]))
-    )
+    def take_ended(self, step, metrics):
+        return Ended(step, EndedCounts(rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[step])))
+
+    monkeypatch.setattr(DapoReplayBuffer, "take_ended", take_ended)
+    trainer, calls = make("trainer.test_freq=-1", steps=3)
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
         trainer.fit(None)
     shares = {step: data["failure/share_verifier_unknown"] for step, data in calls.logged.items()}
@@ -200,8 +194,8 @@ def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, ca
     assert [calls.logged[step]["failure/alarm"] for step in (1, 2, 3)] == [0, 0, 1]
     assert "step 3: verifier_unknown kept 60.0% of 100 rollouts out of training (0.5% of 200" in caplog.text
 
+    excluded[3] = 0
     resumed, calls = make("trainer.test_freq=-1", steps=3, resume_at=2)
-    resumed.replay_buffer.take_ends = lambda: StepEnds(Ended(rollouts=100, groups=10))
     resumed.fit(None)
     assert calls.logged[3]["failure/run_share_verifier_unknown"] == pytest.approx(1 / 300)
 
@@ -214,9 +208,9 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
 
     from verl_ext.ledger.prompts import PromptLedger, read_tally
     from verl_ext.outcome import PromptEnd
-    from verl_ext.trainer.exclusions import Ended
+    from verl_ext.trainer.sampler import DapoReplayBuffer
 
-    PromptLedger(tmp_path).end_step(3, {}, {}, 0)  # of a start whose step 3 no checkpoint has
+    PromptLedger(tmp_path).on_ended(Ended(3))  # of a start whose step 3 no checkpoint has
     trainer, _ = make(mode=mode, resume_at=2, steps=3)
     queue = {"a_0_0": {}, "b": {"is_prompt": True}, "b_0_0": {}}
     cleared = []
@@ -226,73 +220,44 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
     def step(self, *_):
         prompts = [[{"role": "user", "content": text}] for text in ("1+1", "2+2")]
         self._submit_batch_to_rollout(tu.get_tensordict({"uid": ["c", "d"], "raw_prompt": prompts}))
-        self.replay_buffer._prompt_ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL}
-        number = self.config.actor_rollout_ref.rollout.n
-        self.replay_buffer._fates = {"b": Counter(trained=4), "c": Counter({"filtered/equal": number})}
-        self.replay_buffer._ended = Ended(4, 2, lost=Counter({"a:80": 1}))
         queue.clear()
         queue.update(d={"is_prompt": True})
         return SimpleNamespace(keys=[], tags=[], partition_id="train")
 
+    def take_ended(self, step, metrics):
+        fates = {"b": Counter(trained=4), "c": Counter({"filtered/equal": number})}
+        counts = EndedCounts(4, 2, lost=Counter({"a:80": 1}))
+        return Ended(step, counts, {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL}, fates, in_queue=len(queue))
+
     monkeypatch.setattr(PPOTrainer, "step", step)
+    monkeypatch.setattr(DapoReplayBuffer, "take_ended", take_ended)
+    number = trainer.config.actor_rollout_ref.rollout.n
     trainer.fit(submitted.manager)
     assert cleared == ["a_0_0"], "the batch that was trained when the checkpoint was saved"
     tally = read_tally(tmp_path)
     assert tally.ends == {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.OPEN}
     assert tally.faults() == [] and tally.step == 3 and len(tally.problems) == 3
-    number = trainer.config.actor_rollout_ref.rollout.n
     assert tally.sizes == dict.fromkeys(("c", "d"), number) and tally.retries == {"a:80": 1}
     assert tally.rollouts() == {"trained": 4, "filtered/equal": number, "open": number}
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """What a trainer's `RunRecords` send the recorder, by name of the call; `told(trainer)` gives it some."""
-    import ray
-
-    from verl_ext.records import recorder
-    from verl_ext.settings import RecorderSettings
-    from verl_ext.trainer.run_records import RunRecords
-
-    def told(trainer):
-        calls = []
-        handle = Handle(calls)
-        monkeypatch.setattr(recorder, "start", lambda *_: handle)
-        trainer._records = RunRecords(RecorderSettings(token_share=0.0, keep_steps=1, max_gb=1), trainer.config)
-        return calls
-
-    monkeypatch.setattr(ray, "get", lambda ref, timeout: None)
-    return told
-
-
-class Handle:
-    """The handle of the recorder's actor."""
-
-    def __init__(self, calls):
-        tell = lambda told: calls.extend((name, *arguments) for name, arguments in told)  # noqa: E731
-        self.tell, self.close = SimpleNamespace(remote=tell), SimpleNamespace(remote=lambda: calls.append(("close",)))
-
-
-def test_records_are_resumed_and_closed_even_if_early_stop_starts_no_step(make, told):
+def test_records_are_resumed_and_closed_even_if_early_stop_starts_no_step(make):
     trainer, _ = make(ON["early_stop"], accs={2: 0.9, 4: 0.1})
     trainer.fit(None)
     again, calls = make(ON["early_stop"], resume_at=4)
-    said = told(again)
     again.fit(None)
-    assert calls.steps == [] and said == [("resume", 4), ("close",)]
+    assert calls.steps == [] and calls.recorded == [("resume", 4), ("close",)]
 
 
-def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a_validation(make, told):
-    trainer, calls = make(steps=3, resume_at=2)
-    trainer._sampler = trainer._ledger = trainer._exclusions = None  # as with a sampler that reports nothing
-    said = told(trainer)
+def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a_validation(make):
+    trainer, calls = make("trainer.v1.sampler.custom_sampler.path=null", steps=3, resume_at=2)
     trainer.fit(None)
-    assert said[0] == ("resume", 2) and calls.steps == [3] and said[-1] == ("close",)
+    assert calls.recorded[0] == ("resume", 2) and calls.steps == [3] and calls.recorded[-1] == ("close",)
     only, calls = make("trainer.val_only=true", resume_at=2)
     only.config.trainer.val_before_train = True
-    said = told(only)
     only.fit(None)
-    assert calls.validations == [(2, "all problems")] and [name for name, *_ in said] == ["end_step", "close"]
+    assert calls.validations == [(2, "all problems")]
+    assert [name for name, *_ in calls.recorded] == ["end_step", "close"]
 
 
 @pytest.mark.parametrize(
@@ -304,31 +269,70 @@ def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a
         ("true", ["val_000002"], True),  # an evaluation in a separate folder, made again
     ],
 )
-def test_the_recorded_validation_of_a_run_stays_if_a_start_only_validates(
-    make, told, tmp_path, only, files, is_recorded
-):
+def test_the_recorded_validation_of_a_run_stays_if_a_start_only_validates(make, tmp_path, only, files, is_recorded):
     trainer, calls = make(f"trainer.val_only={only}", steps=2, resume_at=2)
     trainer.config.trainer.val_before_train = True
-    said = told(trainer)
     for file in files:
         store.path_of(tmp_path, "trajectories", 2).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "records" / "trajectories" / f"{file}.parquet").touch()
     trainer._validate()
-    trainer._records.end_round(2)  # sends what it has
-    assert ("end_step" in [name for name, *_ in said]) == is_recorded
+    assert ("end_step" in [name for name, *_ in calls.recorded]) == is_recorded
 
 
-def test_the_pass_of_the_reference_and_scores_of_another_model_are_intervals(make, told, monkeypatch):
+def test_what_verl_times_in_a_step_are_intervals_of_its_records(make, monkeypatch):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.debug import marked_timer
 
-    trainer, _ = make()
-    said = told(trainer)
-    for name in ("_compute_ref_log_prob", "_compute_reward_colocate"):
-        monkeypatch.setattr(PPOTrainer, name, lambda self, batch, metrics: batch)
-        assert getattr(trainer, name)("batch", {}) == "batch"
-    trainer._records.end_round(1)
-    ((_, _, intervals),) = [each for each in said if each[0] == "times"]
-    assert [each["what"] for each in intervals] == ["log_probs", "score"]
+    def step(self, metrics, timing_raw):
+        for name in ("gen", "gen", "ref", "adv"):
+            with marked_timer(name, timing_raw):
+                pass
+        return SimpleNamespace(keys=[], tags=[], partition_id="train")
+
+    trainer, calls = make("trainer.test_freq=1", steps=2)
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    trainer.fit(None)
+    of_steps = [(step, [each["what"] for each in intervals]) for _, step, intervals in _calls(calls, "times")]
+    expected = ["wait", "wait", "log_probs", "weight_sync", "validate"]
+    assert of_steps == [(1, expected), (2, [*expected[:3], "save", *expected[3:]])]
+    assert all(each["start_s"] <= each["end_s"] for *_, own in _calls(calls, "times") for each in own)
+
+
+def _calls(calls, name):
+    return [each for each in calls.recorded if each[0] == name]
+
+
+LISTENER = """
+from verl_ext.events import Observer
+
+class Listener(Observer):
+    def __init__(self, trainer):
+        self.heard = trainer.heard = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            self.heard.append(name)
+        return super().__getattribute__(name)
+
+    def on_ended(self, event):
+        return {"mine/step": float(event.step)}
+"""
+
+
+def test_your_own_observer_hears_every_event_and_adds_metrics(make, tmp_path):
+    (tmp_path / "mine.py").write_text(LISTENER)
+    trainer, calls = make(f"retool.observers=[{tmp_path}/mine.py:Listener]", "trainer.save_freq=1", steps=1)
+    trainer.fit(None)
+    assert trainer.heard == ["on_started", "on_ended", "on_saved", "on_validated", "on_finished"]
+    assert calls.logged[1]["mine/step"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "where", ["mine.py:Listener", "verl_ext.events:Listener", "no.such.module:X", "verl_ext.events"]
+)
+def test_an_observer_that_cannot_be_loaded_stops_the_run_at_its_start(make, where):
+    with pytest.raises(ValueError, match=f"retool.observers names '{where}', which cannot be loaded: .*Expected FILE"):
+        make(f"retool.observers=[{where}]")
 
 
 @pytest.mark.parametrize(("cut", "expected"), [((1, 1, 0, 0), 0.5), ((0,) * 4, 0.0), ((None,) * 4, 0.25)])

@@ -166,8 +166,8 @@ def test_a_group_whose_episode_has_two_rows_is_sampled_whole(make, mode):
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_0_1", "uid-0_1_0", "uid-2_0_0", "uid-2_1_0"]
     assert set(queue.tags) == set(batch.keys) and buffer.selection.has_several_rows
     assert metrics["train/acc"] == 4 / 6 and metrics["train/model_tokens"] == (20 + 10 + 30 + 10 + 10 + 10) / 6
-    ends = buffer.take_ends()
-    assert ends.ended.rollouts == 6 and ends.fates["uid-0"] == {"trained": 2} and ends.fates["uid-1"].total() == 2
+    ends = buffer.take_ended(1)
+    assert ends.counts.rollouts == 6 and ends.fates["uid-0"] == {"trained": 2} and ends.fates["uid-1"].total() == 2
 
 
 def test_several_rows_are_named_only_of_groups_that_are_in_the_batch(make):
@@ -313,8 +313,7 @@ def test_a_trainer_that_asks_is_told_how_every_group_ended(make, mode):
     groups = [RIGHT, [info(1, void_turns=1), info(0)], SANDBOX_DOWN, RAISED, MIXED]
     queue, buffer = make(groups, batch_size=5, mode=mode, enable=False)
     queue.outcomes = iter([MIXED] * 2)
-    told = []
-    buffer.on_group_end = lambda uid, accs: told.append((uid, accs))
     buffer.sample(1, "train", 5)
+    told = buffer.take_ended(1).accs
     first = [(f"uid-{i}", accs) for i, accs in enumerate([[1, 1], [1, 0], [1], [], [0, 1]])]
-    assert sorted(told)[:5] == first and len(told) == len({uid for uid, _ in told}) == 7
+    assert sorted(told.items())[:5] == first and len(told) == 7 and not buffer.take_ended(2).accs

@@ -213,10 +213,8 @@ def test_the_copies_that_fill_a_group_are_drawn_from_all_valid_rollouts(make):
 
 def test_pass_rates_count_rollouts_that_the_void_turn_filter_leaves_out(make):
     queue, buffer = make([[info(1, void_turns=1), info(0), info(0), info(1)]], batch_size=1, void_turn_filter=True)
-    told = []
-    buffer.on_group_end = lambda uid, accs: told.append(accs)
     batch, _ = buffer.sample(1, "train", 1)
-    assert told == [[1, 0, 0, 1]] and "uid-0_0_0" not in batch.keys
+    assert buffer.take_ended(1).accs == {"uid-0": [1, 0, 0, 1]} and "uid-0_0_0" not in batch.keys
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -224,12 +222,12 @@ def test_the_trainer_is_told_what_ended_once(make, mode):
     groups = [RIGHT, SANDBOX_DOWN, RAISED, UNVERIFIED, [info(1, void_turns=1), info(0), info(1)], MIXED]
     queue, buffer = make(groups + [MIXED] * 9, batch_size=6, mode=mode, void_turn_filter=True)
     buffer.sample(1, "train", 6)
-    ended = buffer.take_ends().ended
+    ended = buffer.take_ended(1).counts
     assert ended.groups == len(queue.groups) and not queue.in_flight
     assert +ended.excluded == {"sandbox_failure": 1, "verifier_unknown": 1, "raised": 1, "void_turn": 1}
     assert ended.rollouts == 2 * (ended.groups - 2) + 3  # all but the group that raised; one has three
     assert ended.raised == {"uid-2"}
-    assert buffer.take_ends().ended.groups == 0
+    assert buffer.take_ended(1).counts.groups == 0
 
 
 def test_the_trainer_is_told_which_servers_were_lost_under_requests(make, monkeypatch):
@@ -239,4 +237,5 @@ def test_the_trainer_is_told_which_servers_were_lost_under_requests(make, monkey
     )  # of the group that raised, the one that did not
     _, buffer = make([RAISED, [first, second]], batch_size=1)
     buffer.sample(1, "train", 1)
-    assert buffer.take_ends().ended.lost == {"a:80": 3, "b:80": 1, "c:80": 1} and not buffer.take_ends().ended.lost
+    assert buffer.take_ended(1).counts.lost == {"a:80": 3, "b:80": 1, "c:80": 1}
+    assert not buffer.take_ended(1).counts.lost

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.unit.trainer.prompt_groups import MIXED, MODES, RAISED, RIGHT, SANDBOX_DOWN, WRONG, buffer_maker, info
+from verl_ext.events import Drawn
 from verl_ext.ledger.prompts import FILE, PromptLedger, read_tally
 from verl_ext.outcome import PromptEnd
 
@@ -43,7 +44,8 @@ class Run:
             before = set(queue.groups)
             real(count, global_steps=self.step)
             new = [uid for uid in queue.groups if uid not in before]
-            self.ledger.draw({uid: uid for uid in new}, [len(queue.groups[uid] or MIXED) for uid in new])
+            sizes = [len(queue.groups[uid] or MIXED) for uid in new]
+            self.ledger.on_drawn(Drawn(self.step, {uid: uid for uid in new}, sizes))
             return count
 
         self.submit = self.buffer.refill_fn = submit
@@ -55,23 +57,23 @@ class Run:
         clear_leftovers()
         self.waited = self.ledger.resume(self.step, prompts_in_queue())
         self.buffer.seen_before = self.waited
-        self.buffer.on_group_end = lambda uid, _: self.told.append(uid)
 
     def one_step(self):
-        from verl_ext.trainer.queue import prompts_in_queue
-
         self.step += 1
         warm_up = BATCH if self.mode != "sync" and not self.queue.groups else 0
         self.submit(warm_up + (self.buffer.num_to_submit(BATCH) if self.mode == "sync" else BATCH))
         batch, _ = self.buffer.sample(self.step, "train", BATCH)
-        ends = self.buffer.take_ends()
-        rollouts = ends.fates, ends.ended.lost, ends.ended.raised
-        self.ledger.end_step(self.step, ends.prompts, ends.waiting, len(prompts_in_queue()), *rollouts)
+        ended = self.buffer.take_ended(self.step)
+        self.told += ended.accs
+        self.end_step(ended)
         self.checkpoint = (self.step, self._queue(), list(self.told))
         if self.mode != "sync":
             self.buffer.get_sampleable_count(self.step, "train")  # as `on_step_end` of separate_async may
         self.queue.kv_clear("train", batch.keys)
         return batch
+
+    def end_step(self, ended):
+        self.ledger.on_ended(ended)
 
     def _queue(self):
         state = copy.deepcopy((self.queue.tags, self.queue.values, self.queue.groups, self.queue.in_flight))

@@ -27,7 +27,7 @@ def test_old_responses_are_left_out_like_failed_ones(make, mode):
     outcomes = [TWO_OLD, ONE_OLD, EQUAL_WITHOUT_OLD, FRESH, FRESH]
     _, buffer = make(outcomes, batch_size=3, mode=mode, max_staleness=0)
     batch, metrics = buffer.sample(5, "train", 3)
-    ends = buffer.take_ends().prompts
+    ends = buffer.take_ended(1).prompts
     assert ends == {"uid-0": "stale", "uid-1": "trained", "uid-2": "equal", "uid-3": "trained", "uid-4": "trained"}
     assert len(batch.keys) == 12 and "uid-1_3_0" not in batch.keys  # a copy of another one is in its place
     because = "left out of the batch: a token from weights older than max_staleness allows"
@@ -54,7 +54,7 @@ def test_a_group_that_waits_ages(make, mode):
     queue.outcomes = iter([group((0, [6]), (1, [6]), (1, [6]), (0, [6]))])
     batch, metrics = buffer.sample(7, "train", 1)  # the third is two versions old by now
     assert {key.split("_")[0] for key in batch.keys} == {"uid-4" if len(queue.groups) > 4 else "uid-3"}
-    assert buffer.take_ends().prompts["uid-2"] == "stale" and metrics["staleness/dropped"] == 4
+    assert buffer.take_ended(1).prompts["uid-2"] == "stale" and metrics["staleness/dropped"] == 4
 
 
 def test_a_group_that_is_equal_without_its_old_responses_was_never_useful(make):
@@ -77,7 +77,7 @@ def test_a_group_that_turns_useless_while_it_waits_does_not_end_again(make, turn
     queue.submit(1)
     _, metrics = buffer.sample(6, "train", 1)
     assert metrics["filter_groups/keep_rate"] == 1.0
-    assert buffer.take_ends().prompts["uid-1"] == end
+    assert buffer.take_ended(1).prompts["uid-1"] == end
 
 
 def test_surplus_that_was_kept_ages_too(make):
@@ -89,7 +89,7 @@ def test_surplus_that_was_kept_ages_too(make):
     assert buffer.num_kept == 1
     batch, metrics = buffer.sample(6, "train", 1)
     assert {key.split("_")[0] for key in batch.keys} == {"uid-2"} and metrics["staleness/dropped"] == 4
-    assert buffer.take_ends().prompts == {"uid-0": "trained", "uid-1": "stale", "uid-2": "trained"}
+    assert buffer.take_ended(1).prompts == {"uid-0": "trained", "uid-1": "stale", "uid-2": "trained"}
 
 
 def test_a_server_without_versions_and_values_that_cannot_be_are_refused(make):
@@ -108,7 +108,7 @@ def test_a_group_that_was_equal_by_its_age_ends_once_also_in_the_run_that_resume
     options = {"mode": "colocate_async", "max_num_gen_batches": 1, "max_staleness": 1}
     queue, buffer = make([EQUAL_WITHOUT_OLD] * 3, batch_size=3, **options)
     buffer.sample(5, "train", 1)
-    ends = buffer.take_ends().prompts
+    ends = buffer.take_ended(1).prompts
     assert ends == dict.fromkeys(["uid-0", "uid-1", "uid-2"], "equal")
 
     resumed, buffer = make((), batch_size=0, **options)
@@ -118,7 +118,7 @@ def test_a_group_that_was_equal_by_its_age_ends_once_also_in_the_run_that_resume
     resumed.submit(1)
     for _ in range(3):  # the two that wait are fillers
         buffer.sample(6, "train", 1)
-    assert set(buffer.take_ends().prompts) == {"uid-3"}
+    assert set(buffer.take_ended(1).prompts) == {"uid-3"}
 
 
 def test_an_age_is_a_number(make):

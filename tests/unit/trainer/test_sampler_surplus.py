@@ -89,10 +89,9 @@ def test_surplus_groups_are_the_first_of_the_next_step_and_save_its_prompts(make
     queue, buffer = make(
         [MIXED] * 5 + [MIXED, WRONG, MIXED], batch_size=5, keep_surplus=True, max_off_policy_threshold=2
     )
-    told = []
-    buffer.on_group_end = lambda uid, accs: told.append(uid)
     first, metrics = buffer.sample(1, "train", 3)
     assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 2)
+    told = [*buffer.take_ended(1).accs]
     queue.kv_clear("train", first.keys)  # the trainer has trained on them
     submit_step(queue, buffer, 2, 4)
     assert len(queue.groups) == 7  # 5 of step 1, and 4 - 2
@@ -100,6 +99,7 @@ def test_surplus_groups_are_the_first_of_the_next_step_and_save_its_prompts(make
     assert sampled(second) == [3, 4, 5, 7] and sampled(first) == [0, 1, 2]
     assert metrics["filter_groups/generated"] == 3 and metrics["filter_groups/keep_rate"] == pytest.approx(2 / 3)
     assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (0, 0)
+    told += buffer.take_ended(2).accs
     assert set(queue.tags) == set(second.keys) and len(told) == len(set(told)) == 8
 
 

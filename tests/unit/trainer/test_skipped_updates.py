@@ -42,10 +42,10 @@ def test_a_batch_without_an_update_of_the_actor_counts_none(cpu_platform):
 
 
 def test_skipped_updates_are_reported(watch, caplog):
-    watch().end_step(7, step_of(2, 4))
+    watch().check(7, step_of(2, 4))
     assert "step 7: 2 of 4 updates (actor) were skipped because the norm of their gradient is not finite" in caplog.text
     caplog.clear()
-    watch().end_step(8, step_of(0, 4) | {"actor/grad_norm": 0.1})
+    watch().check(8, step_of(0, 4) | {"actor/grad_norm": 0.1})
     assert not caplog.text
 
 
@@ -57,18 +57,18 @@ def test_skipped_updates_are_reported(watch, caplog):
 def test_a_run_without_another_update_in_steps_in_a_row_ends(watch, dtype, most, role):
     watched = watch(dtype)
     for step in range(5, 4 + most):
-        watched.end_step(step, step_of(4, 4, role))
+        watched.check(step, step_of(4, 4, role))
     with pytest.raises(
         RuntimeError, match=rf"All updates \({role}\) of {most} steps in a row, up to step .* step 4\. If"
     ):
-        watched.end_step(4 + most, step_of(4, 4, role))
+        watched.check(4 + most, step_of(4, 4, role))
 
 
 @pytest.mark.parametrize("between", [step_of(3, 4), step_of(0, 1), step_of(0, 0)])
 def test_a_step_with_another_update_restarts_the_count(watch, between):
     watched = watch()
     for step, metrics in enumerate([step_of(4, 4)] * 2 + [between] + [step_of(4, 4)] * 2):
-        watched.end_step(step, metrics)
+        watched.check(step, metrics)
 
 
 def test_a_step_of_the_trainer_is_watched(make, monkeypatch, caplog):

@@ -1,19 +1,26 @@
-"""The batch that a run saves for the correction lab, by verl's own trainer on a queue in memory."""
+# ruff: noqa: F811 (the fixture `make`)
+"""The batch that a run saves for the correction lab, by verl's own trainer on a queue in memory; and its file."""
+
+from pathlib import Path
 
 import pytest
+import torch
 
+from scripts.studies import record_batches
+from scripts.studies.record_batches import RecordedBatch, path_of, read_batch, write_batch
+from tests.unit.trainer.conftest import make  # noqa: F401
 from tests.unit.trainer.prompt_groups import info
 from verl_ext.episode import EpisodeKey
+from verl_ext.events import Selected, Selection
 
 COPY = str(EpisodeKey("a", 1, copy=1))
-ON = ("retool.record_batches.enable=true", "retool.record_batches.every=2")
+ON = f"retool.observers=[{Path(record_batches.__file__)}:BatchRecorder]"
 PROMPT = 2  # tokens
 
 
 @pytest.fixture
 def queue(monkeypatch):
     """key -> column -> value, as verl's queue has them: rows of unequal length come as one nested tensor."""
-    import torch
     import transfer_queue as tq
     from tensordict import NonTensorData
     from verl.utils import tensordict_utils as tu
@@ -45,8 +52,6 @@ class Workers:
         self.stored, self.updates, self.asked = stored, 0, []
 
     def compute_log_prob(self, batch):
-        import torch
-
         self.asked.append(dict(batch.extra_info))
         for key in batch.keys:
             row = self.stored[key]
@@ -55,8 +60,6 @@ class Workers:
 
 
 def response(mask, log_probs, score, extra):
-    import torch
-
     return {
         "response_mask": torch.tensor(mask),
         "rollout_log_probs": torch.tensor(log_probs),
@@ -76,7 +79,8 @@ def recorded(make, queue, monkeypatch):
     second = ([1, 0, 1], [-0.5, 0.0, -0.25], -1.0, wrong)
     queue |= {"a_0_0": response([1, 1], [-1.5, -2.5], 1.0, right), "a_1_0": response(*second)}
     queue |= {COPY: response(*second), "pad_0_0": response([0], [0.0], 0.0, {})}
-    trainer, _ = make(*ON)
+    monkeypatch.setenv("RECORD_EVERY", "2")
+    trainer, _ = make(ON)
     trainer.actor_rollout_wg, trainer.local_trigger_step = Workers(queue), 0
 
     def update(self, batch, metrics):
@@ -84,18 +88,24 @@ def recorded(make, queue, monkeypatch):
         self.actor_rollout_wg.updates += 1
         return batch
 
+    def train(batch):
+        """Tell what `_compute_advantage` tells, then update."""
+        event = Selected(trainer.global_steps, trainer.local_trigger_step, batch, Selection(), batch.keys)
+        object.__setattr__(event, "advantage", dict.fromkeys(map(EpisodeKey.parse, batch.keys), 0.5))
+        trainer.observers.tell(event)
+        trainer._update_actor(batch, {})
+
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
+    trainer.train = train
     tags = [{"min_global_steps": 4, "max_global_steps": 5}, {}, {}, {"is_padding": True}]
     return trainer, tq.KVBatchMeta(partition_id="train", keys=[*queue], tags=tags, extra_info={"x": 1})
 
 
 def test_a_step_that_is_due_is_saved_with_log_probs_before_and_after_its_updates(recorded, tmp_path):
     """Log-probs of a response begin one place before its first token, at that of the prompt's last: -2."""
-    from verl_ext.runs.batch_file import read_batch
-
     trainer, batch = recorded
     trainer.global_steps = 2
-    trainer._update_actor(batch, {})
+    trainer.train(batch)
     found = read_batch(tmp_path, 2)
     assert found.mask.tolist() == [[True, True, False], [True, False, True]]
     assert found.rollout_log_prob.tolist() == [[-1.5, -2.5, 0.0], [-0.5, 0.0, -0.25]]
@@ -114,7 +124,7 @@ def test_a_step_that_is_due_is_saved_with_log_probs_before_and_after_its_updates
 def test_other_steps_and_later_batches_of_a_step_cost_nothing(recorded, tmp_path, step, number):
     trainer, batch = recorded
     trainer.global_steps, trainer.local_trigger_step = step, number
-    trainer._update_actor(batch, {})
+    trainer.train(batch)
     assert trainer.actor_rollout_wg.asked == [] and not (tmp_path / "recorded_batches").exists()
 
 
@@ -122,10 +132,6 @@ def test_of_several_rows_of_an_episode_the_last_is_recorded_in_whatever_order_th
     recorded, queue, tmp_path
 ):
     """Session 1 has three rows. The batch has the last of them before the others, and a copy of it after them."""
-    import torch
-
-    from verl_ext.runs.batch_file import read_batch
-
     trainer, batch = recorded
     for row in (1, 2):
         queue[f"a_1_{row}"] = queue["a_1_0"] | {"rm_scores": torch.tensor([0.0, 0.0, row / 2])}
@@ -134,7 +140,7 @@ def test_of_several_rows_of_an_episode_the_last_is_recorded_in_whatever_order_th
     batch.tags = [last, old, batch.tags[0], old, last, batch.tags[-1]]
     queue[batch.keys[4]] = queue["a_1_2"]
     trainer.global_steps = 2
-    trainer._update_actor(batch, {})
+    trainer.train(batch)
     found = read_batch(tmp_path, 2)
     assert sorted(zip(found.scores.tolist(), found.calls.tolist(), found.versions, strict=True)) == [
         (1.0, 0, (8, 9)),
@@ -142,11 +148,44 @@ def test_of_several_rows_of_an_episode_the_last_is_recorded_in_whatever_order_th
     ]
 
 
-def test_it_is_off_unless_it_is_asked_for(make):
-    assert make()[0]._recorder is None
-
-
 @pytest.mark.parametrize("override", ["rollout.calculate_log_probs=false", "model.use_fused_kernels=true"])
 def test_a_run_that_cannot_record_does_not_start(make, override):
-    with pytest.raises(ValueError, match="retool.record_batches needs"):
-        make(*ON, f"actor_rollout_ref.{override}")
+    with pytest.raises(ValueError, match="Recording batches needs"):
+        make(ON, f"actor_rollout_ref.{override}")
+
+
+MASK = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
+NUMBERS = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0]])
+BATCH = RecordedBatch(
+    *(MASK, NUMBERS, NUMBERS - 1, NUMBERS - 2, NUMBERS / 9),
+    *(torch.tensor([1.0, -1.0]), torch.tensor([1.0, 0.0]), torch.tensor([False, True])),
+    *(torch.tensor([2, 1]), torch.tensor([0, 1]), ["a", "a"], [(1, 2), (None, None)], 2),
+)
+
+
+def test_a_batch_is_read_as_it_was_written_and_padding_is_not_stored(tmp_path):
+    write_batch(path_of(tmp_path, 7), BATCH, torch.tensor([3, 1]))
+    stored = torch.load(tmp_path / "recorded_batches" / "step_7.pt")
+    assert stored["rollout_log_prob"].tolist() == [-1.0, -2.0, -3.0, -4.0]  # the second response has one token
+    found = read_batch(tmp_path, 7)
+    assert found.log_prob[1].tolist() == [-6.0, 0.0, 0.0]
+    for name in ("mask", "rollout_log_prob", "scores", "void", "calls"):
+        assert torch.equal(getattr(found, name), getattr(BATCH, name)), name
+    assert (found.groups, found.versions, found.updates) == (BATCH.groups, BATCH.versions, 2)
+    assert [path.name for path in (tmp_path / "recorded_batches").iterdir()] == ["step_7.pt"]
+
+
+def test_a_step_that_was_not_recorded_is_reported_with_those_that_were(tmp_path):
+    for step in (10, 9):
+        write_batch(path_of(tmp_path, step), BATCH, torch.tensor([3, 1]))
+    with pytest.raises(FileNotFoundError, match="Recorded steps: 9, 10. .*record_batches.py:BatchRecorder"):
+        read_batch(tmp_path, 3)
+    with pytest.raises(FileNotFoundError, match="Recorded steps: none"):
+        read_batch(tmp_path / "other", 3)
+
+
+def test_a_file_of_something_else_is_reported(tmp_path):
+    path_of(tmp_path, 1).parent.mkdir()
+    torch.save({"lengths": torch.tensor([1])}, path_of(tmp_path, 1))
+    with pytest.raises(ValueError, match="step_1.pt is not a recorded batch"):
+        read_batch(tmp_path, 1)
