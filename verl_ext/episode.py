@@ -1,6 +1,6 @@
 """One response of a model to one prompt, from its first token to its record: `Episode`, and `EpisodeKey`, its name.
 
-The agent loop makes an episode (rollout/loop.py), and a reward manager adds the reward (reward/manager.py). Three
+The agent loop makes an episode (rollout/loop.py), and a reward manager adds the reward (reward/rewarder.py). Three
 functions encode it: `to_outputs` (rollout/rows.py) for verl's queue, `from_row` here for the trainer, which reads it
 from there, and `to_record` (records/trajectories.py) for the run's records.
 """

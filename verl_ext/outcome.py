@@ -96,7 +96,7 @@ def rollout_end(info: Mapping[str, Any]) -> str:
     A failure in the loop takes precedence over one of the verifier, which then got a truncated response.
 
     Args:
-        info: `reward_extra_info` of verl_ext/reward/manager.py, or of another manager with the loop's `finish_reason`;
+        info: `reward_extra_info` of verl_ext/reward/rewarder.py, or of another manager with the loop's `finish_reason`;
             or a row of a dump or of an evaluation.
     """
     if info.get("sandbox_failure"):

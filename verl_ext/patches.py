@@ -166,7 +166,7 @@ TABLE: dict[str, list[Patch]] = {
     "verl_ext/fleet/weight_update.py": [
         registry(f"{REPLICA}Registry.register", "the entry `vllm` is replaced", "f354bab1"),
     ],
-    "verl_ext/memory/simulate.py": [
+    "verl_ext/trainer/simulate.py": [
         replaced(f"{MONKEY}._flash_attention_forward", "in a simulation: sizes only", "d0047dfb"),
         replaced("torch.optim.adam._get_value", "in a simulation: a step has no number", "ba6f3012"),
     ],

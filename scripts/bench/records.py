@@ -37,7 +37,7 @@ from verl_ext.episode import (
     TurnCall,
 )
 from verl_ext.outcome import PromptEnd
-from verl_ext.records import recorder, store
+from verl_ext.records import store
 from verl_ext.records.recorder import Fates, Group, Recorder, pack
 from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.settings import RecorderSettings
@@ -115,7 +115,7 @@ class Actor:
     """A recorder that receives its records through Ray: nobody waits for it."""
 
     def __init__(self, run: Path, settings: RecorderSettings):
-        self.handle = recorder.start(run, settings)
+        self.handle = recorder_actor.start(run, settings)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.handle, name).remote

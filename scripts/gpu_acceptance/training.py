@@ -82,7 +82,7 @@ def expected_peaks(plan: Plan, context: Context) -> dict[str, float]:
     """Bytes that the doctor's formula says; on a GPU, where verl is installed, its simulation's, too (30 s)."""
     peaks = {"the doctor": estimate(plan).training}
     if context.is_cuda and importlib.util.find_spec("verl"):
-        from verl_ext.memory.simulate import simulate
+        from verl_ext.trainer.simulate import simulate
 
         peaks["the simulation"] = simulate(plan).peak.total
     return peaks

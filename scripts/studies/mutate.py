@@ -63,7 +63,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         "protocols/test_hermes_loop.py",
         "protocols/test_turns.py",
     ],
-    "verl_ext/reward/manager.py": ["reward/test_manager.py", "reward/test_manager_shaping.py"],
+    "verl_ext/reward/rewarder.py": ["reward/test_manager.py", "reward/test_manager_shaping.py"],
     "verl_ext/trainer/sampler.py": [
         *SAMPLER,
         "trainer/test_sampler_objectives.py",

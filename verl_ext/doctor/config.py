@@ -110,7 +110,7 @@ def check_reward(run: Run) -> Iterator[Finding]:
     """Check the values of `reward.reward_kwargs` with the class that reads them. Imports verl and torch."""
     if not run.has_own_reward:
         return
-    from verl_ext.reward.manager import RewardOptions
+    from verl_ext.reward.options import RewardOptions
 
     try:
         options = RewardOptions.from_config(OmegaConf.to_container(run.config, resolve=True))

@@ -150,9 +150,9 @@ def _own_cluster(run: Run) -> Finding:
     """Check that Ray has the CPUs that are reserved; verl and TransferQueue wait for them without a time-out."""
     need, parts = _reserved(run)
     if not (have := run.get("ray_kwargs.ray_init.num_cpus")):
-        from ray._private.utils import get_num_cpus  # imports Ray
+        from verl_ext.rollout.standalone import cpus_of_ray  # imports Ray
 
-        have = int(get_num_cpus())
+        have = cpus_of_ray()
     if have >= need:
         return ok(f"no Ray cluster runs here, so the run starts its own and reserves {need} of its {have} CPUs")
     return fail(f"""the run reserves {need} CPUs of Ray, which has {have}, and would wait forever: {parts}

@@ -97,7 +97,7 @@ def check_simulation(run: Run) -> Iterator[Finding]:
     if shape is None:
         yield warn(f"a training step cannot be simulated: {why}")
         return
-    from verl_ext.memory.simulate import simulate
+    from verl_ext.trainer.simulate import simulate
 
     plan = plan_of(run)
     if plan.adapters or plan.padded:

@@ -115,7 +115,7 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     f"{ROLLOUT}.agent.default_agent_loop": agent_loops,
     f"{ROLLOUT}.checkpoint_engine.backend": _checkpoint_engines,
     "reward.reward_manager.source": lambda _: compared(VERL / "workers/config/reward.py", "source"),
-    "reward.reward_kwargs.overlong_counts": lambda _: compared(REPO / "verl_ext/reward/manager.py", "overlong_counts"),
+    "reward.reward_kwargs.overlong_counts": lambda _: compared(REPO / "verl_ext/reward/options.py", "overlong_counts"),
     "trainer.v1.trainer_mode": lambda _: registered(TRAINERS, "register_trainer"),
     "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(TRAINERS, "max_off_policy_strategy"),
     "trainer.logger": lambda _: listed(VERL / "utils/tracking.py", "supported_backend"),

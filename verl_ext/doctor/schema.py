@@ -99,7 +99,7 @@ def dataclass_fields(name: str) -> frozenset[str]:
     """Return from the source what a config dataclass, verl's or ours, accepts: its fields and those of its bases."""
     folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
     files = [path for folder in [*folders, REPO / "verl_ext/trainer"] for path in sorted(folder.rglob("*.py"))]
-    for path in [REPO / "verl_ext/reward/manager.py", *files]:
+    for path in [REPO / "verl_ext/reward/options.py", *files]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}

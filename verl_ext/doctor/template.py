@@ -21,7 +21,6 @@ from verl_ext.protocols.trace import ANY_NUMBER, schemas_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from verl.tools.base_tool import BaseTool
 
 QUESTION, CODE, OUTPUT, ANSWER = "1+1?", "print(1+1)", "2", "\\boxed{2}"  # short, and within the tiny task's vocabulary
 CALL = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": CODE}}}
@@ -37,10 +36,10 @@ CHAT_MODEL = "Use the tokenizer of a chat (Instruct) model."
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
     """Load the tokenizer as verl does. Raises OSError or ValueError if it cannot."""
-    from verl.utils import hf_tokenizer
+    from verl_ext.rollout import standalone
 
     path = run.get(f"{run.model}.tokenizer_path") or run.model_path
-    tokenizer = hf_tokenizer(str(path), trust_remote_code=run.get(f"{run.model}.trust_remote_code", False))
+    tokenizer = standalone.load_tokenizer(path, trust_remote_code=run.get(f"{run.model}.trust_remote_code", False))
     if template := run.get(f"{run.model}.custom_chat_template"):
         tokenizer.chat_template = template
     return tokenizer
@@ -55,7 +54,7 @@ def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer")
     return make_protocol(run.protocol, tokenizer, template_kwargs(run), max_parallel_calls=calls)
 
 
-def load_tools(run: Run) -> "list[BaseTool]":
+def load_tools(run: Run) -> list[Any]:
     """Load the tools of an RL run; an SFT run has none. Raises what they raise."""
     from verl_ext.environments import toolbox
 

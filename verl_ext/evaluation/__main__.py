@@ -187,7 +187,7 @@ def _settings(args: argparse.Namespace, checkpoint: Checkpoint | None) -> tuple[
 def _served(args: argparse.Namespace) -> Path | None:
     """Return the folder of the model that a server serves, if it is on this machine."""
     set_environment()
-    from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused
+    from verl_ext.rollout.servers import OpenAiServer, ServerFailure, ServerRefused
 
     key = os.environ.get(args.api_key_env, "")
 
@@ -220,10 +220,9 @@ def _no_model(path: Path) -> str:
 async def _take_samples(
     args: argparse.Namespace, config: "DictConfig", about: dict[str, Any], rows: list[dict[str, Any]]
 ) -> None:
-    from verl.utils import hf_tokenizer
-
     from verl_ext.evaluation.sampling import InfrastructureDown, Sampler, make_tasks, pending
-    from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
+    from verl_ext.rollout.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
+    from verl_ext.rollout.standalone import load_tokenizer
 
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     try:
@@ -243,7 +242,7 @@ async def _take_samples(
                     raise ConfigError(
                         f"The server names {server.root!r}, which is not a folder here. Give --tokenizer DIR."
                     )
-            tokenizer = hf_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
+            tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
             if args.server:
                 await server.connect(tokenizer)
                 identity = {"served": server.model, "root": server.root or args.server}

@@ -83,7 +83,7 @@ def read_dump(path: Path) -> list[Sample]:
         return [sample_of(row) for row in store.read(path).to_pylist()]
     last: dict[EpisodeKey, tuple[int, Sample]] = {}
     expected = (
-        "a row of verl's validation dump with the keys of verl_ext/reward/manager.py (made by "
+        "a row of verl's validation dump with the keys of verl_ext/reward/rewarder.py (made by "
         "`trainer.validation_data_dir` and that reward manager)"
     )
     for sample in jsonl.read(path, sample_of_dump, expected):

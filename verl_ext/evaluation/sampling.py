@@ -16,19 +16,19 @@ from typing import Any
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 
 from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.environments.toolbox import load_tools
 from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
 from verl_ext.evaluation.samples import NUMBERS, TEXTS
-from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
 from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
 from verl_ext.records.problem import id_of
-from verl_ext.reward.manager import RetoolRewardManager
+from verl_ext.reward.rewarder import Rewarder
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
+from verl_ext.rollout.servers import Server, ServerFailure
+from verl_ext.rollout.standalone import make_loop
 from verl_ext.settings import REPO, FailedSamples
 
 logger = logging.getLogger(__name__)
@@ -90,19 +90,10 @@ class Sampler:
         self._protocols = {
             each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
         }
-        self._make_loop = functools.partial(
-            RetoolAgentLoop,
-            trainer_config=DictConfigWrap(config),
-            server_manager=server,
-            tokenizer=tokenizer,
-            processor=None,
-            dataset_cls=None,
-            data_config=DictConfigWrap(config.data),
-            hf_model_type=hf_model_type,
-            tools=ToolListWrap(load_tools(rollout.multi_turn, REPO)),
-        )
+        tools = load_tools(rollout.multi_turn, REPO)
+        self._make_loop = functools.partial(make_loop, config, server, tokenizer, tools, hf_model_type=hf_model_type)
         self._loops: dict[str, RetoolAgentLoop] = {}
-        self._reward = RetoolRewardManager(config, tokenizer)
+        self._reward = Rewarder(config, tokenizer)
         self._failed_in_a_row: list[str] = []
 
     async def aclose(self) -> None:

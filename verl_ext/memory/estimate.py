@@ -106,7 +106,7 @@ def estimate(plan: Plan) -> Memory:
     mask takes T^2 / n, and 2 T^2 / n more as numbers (per layer without checkpointing); keys and values are as wide as
     queries.
 
-    verl_ext/memory/simulate.py counts the same step operation by operation. Both agree within 3% (its test), as do the
+    verl_ext/trainer/simulate.py counts the same step operation by operation. Both agree within 3% (its test), as do the
     formula and an H100 (test_estimate.py); batches with padding were measured on a CPU only. The reference model of a
     KL term is on the host, because FSDP offloads forward-only models (engine/fsdp/transformer_impl.py:432, 459); its
     forward pass takes less GPU memory than training. Not covered: the entropy with use_torch_compile=false, and the

@@ -1,6 +1,6 @@
 """The one writer of a run's records: joins what agent-loop workers, trainer and actor processes report, in any order.
 
-The trainer starts it as a Ray actor (`start`), the others find it by its name (`find`), and nobody waits for it. A
+The trainer starts it as a Ray actor (rollout/recorder_actor.py), and nobody waits for it. A
 worker reports a group when its last rollout has ended. The trainer reports what a step decided, and the tokens of a
 share of the responses; the actor's processes report what the loss had of those tokens. The files of a step are written
 when the step has ended and its groups have arrived, at the latest with its checkpoint or a step later. Anything lost or
@@ -31,7 +31,6 @@ from verl_ext.settings import RecorderSettings
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-NAME = "retool_recorder"
 REST_S = 1.0  # pause after a step without taking a message: a Ray process that waits for one wakes 100 times a second
 _MAX_OPEN_BYTES = 2 * 2**30  # of groups whose fate is open; beyond it the oldest are dropped
 
@@ -294,47 +293,3 @@ class Recorder:
     def _count_lost(self, number: int, reason: str) -> None:
         self.lost += number
         logger.warning("recorder: %d groups are not in the records: %s; %d so far.", number, reason, self.lost)
-
-
-# As an actor ------------------------------------------------------------------------------------------------------
-
-
-def start(run: Path, settings: RecorderSettings) -> Any:
-    """Return the handle of a new recorder on this machine, where the run's folder is.
-
-    If its process dies, Ray starts another one, and the groups that it held are lost.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Recorder).options(
-        name=NAME,
-        num_cpus=0,
-        max_restarts=-1,
-        scheduling_strategy=here,
-        enable_task_events=False,  # they take a tenth of a message's cost
-        runtime_env={"env_vars": {"RAY_event_stats": "0"}},  # these take a tenth of this process's CPU time
-    )
-    return actor.remote(run, settings, REST_S)
-
-
-def find() -> Any:
-    """Return the handle of the run's recorder; None, with a warning, if there is none."""
-    import ray
-
-    try:
-        return ray.get_actor(NAME)
-    except ValueError as error:
-        logger.warning("retool.recorder.enable is true, but no recorder was found (%s). Nothing is recorded.", error)
-        return None
-
-
-def close(actor: Any) -> None:
-    """Wait until the last files of a finished run are written, at most a minute. A failure is only a warning."""
-    import ray
-
-    try:
-        ray.get(actor.close.remote(), timeout=60)
-    except ray.exceptions.RayError as error:
-        logger.warning("recorder: the last steps may lack rollouts because it could not be closed (%s).", error)

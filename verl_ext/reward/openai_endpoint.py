@@ -1,6 +1,6 @@
 """Requests to OpenAI-compatible servers (vLLM, SGLang, ...) by the `openai` package's client, which also retries them.
 
-The judge (verifiers/judge.py) and the evaluation of a server (evaluation/servers.py) decide what a failure means.
+The judge (verifiers/judge.py) and the evaluation of a server (rollout/servers.py) decide what a failure means.
 """
 
 import asyncio

@@ -34,9 +34,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.episode import Episode, EpisodeKey, Reward
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, STOPS_RUN, RolloutEnd
-from verl_ext.records.recorder import Group, costs_nothing, find, pack
+from verl_ext.records.recorder import Group, costs_nothing, pack
 from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.reward.numbers import BrokenReward, checked_reward
+from verl_ext.rollout import recorder_actor
 from verl_ext.rollout.client import AsyncTurnClient, TurnClient
 from verl_ext.rollout.loop import RETRY_PAUSE_S
 from verl_ext.rollout.rows import of_outputs, to_outputs
@@ -89,7 +90,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             self._score_episode = getattr(load_reward_manager(self.config, self.tokenizer), "score_episode", None)
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             self.llm_client.keep_server()
-        self._recorder = find() if self.config.retool.recorder.enable else None
+        self._recorder = recorder_actor.find() if self.config.retool.recorder.enable else None
         self._sending_s = 0.0  # CPU time of the newest message to it, which the next one reports
         self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
         self._under_way: set[_RunningGroup] = set()

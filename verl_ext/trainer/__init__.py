@@ -2,13 +2,13 @@
 
 `sampler.py` takes batches by `group_rules.py` from `queue.py`, and logs `step_counts.py`; `exclusions.py` watches what
 they leave out.
-`run_trainer.py`, with `run_updates.py` and `run_validation.py`, tells observers of events (verl_ext/events.py) and calls
-the options that `run_options.py` makes: `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`;
+`run_trainer.py`, with `run_updates.py` and `run_validation.py`, tells observers of events (verl_ext/events.py), and
+calls the options that `run_options.py` makes: `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`;
 `repeatable.py` removes chance.
 `run_records.py` and, in the actor's processes, `token_notes.py` report to the recorder (verl_ext/records).
 `objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
-`skipped_updates.py` ends a run all of whose updates verl skips, `tracking.py` hears what is logged. `rollout_weights.py` fixes a metric of verl's weights
-against the rollout engine.
+`skipped_updates.py` ends a run all of whose updates verl skips; `tracking.py` hears what both trainers log.
+`rollout_weights.py` fixes a metric of verl's weights against the rollout engine.
 `lr_schedule.py` and `wsd_engine.py` add a learning-rate schedule, `limits.py` sets what ranks and servers wait for;
 `prompt_limits.py` refuses prompts that verl would cut.
 `shared_prompt.py` with `linear_log_probs.py`, and `gradient_accumulation.py` make an update of the actor cheaper.

@@ -22,8 +22,8 @@ from transfer_queue import KVBatchMeta
 from verl_ext.episode import EpisodeKey
 from verl_ext.events import Ended, Finished, Observer, Saved, Selected, Started, Validated
 from verl_ext.outcome import PromptEnd
-from verl_ext.records import recorder
 from verl_ext.records.recorder import Fates, costs_nothing
+from verl_ext.rollout import recorder_actor
 from verl_ext.runs.folder import files_of
 from verl_ext.settings import RecorderSettings
 from verl_ext.trainer.queue import episodes_of, real_keys
@@ -63,7 +63,7 @@ class RunRecords(Observer):
 
     def __init__(self, settings: RecorderSettings, config: DictConfig):
         self._folder = Path(config.trainer.default_local_dir).resolve()
-        self._recorder = recorder.start(self._folder, settings)
+        self._recorder = recorder_actor.start(self._folder, settings)
         self._only_validates = config.trainer.get("val_only", False)
         self._untold: list[tuple[str, tuple]] = []  # methods of the recorder, with arguments
         self._share = settings.token_share
@@ -164,7 +164,7 @@ class RunRecords(Observer):
         """Write the last files before returning, or warn that they may not be written."""
         if self._untold:  # a step that raised
             self._recorder.tell.remote(self._untold)
-        recorder.close(self._recorder)
+        recorder_actor.close(self._recorder)
 
 
 def token_columns(records: Mapping[EpisodeKey, int], data: Mapping[str, Any]) -> dict[str, Any]:

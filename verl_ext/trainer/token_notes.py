@@ -16,8 +16,9 @@ from torch import Tensor
 
 from verl_ext.objectives.ppo import ppo
 from verl_ext.objectives.terms import Tokens
-from verl_ext.records import recorder
+from verl_ext.records.recorder import costs_nothing
 from verl_ext.records.token_rows import UNKNOWN
+from verl_ext.rollout import recorder_actor
 from verl_ext.trainer.objective import decisions, noted_decisions, sum_counts
 from verl_ext.trainer.run_records import RECORD, STEP_BITS
 from verl_ext.versions import VERL, require_versions
@@ -46,7 +47,7 @@ def extend_loss(losses: ModuleType) -> None:
             loss, metrics = verls(config, model_output, data, dp_group)
         sum_counts(losses, metrics, data)
         if is_recorded:
-            with recorder.costs_nothing("made of a loss"):
+            with costs_nothing("made of a loss"):
                 log_prob = losses.no_padding_2_padding(model_output["log_probs"], data).detach()
                 _tell(config, log_prob, data, records, noted)
         return loss, metrics
@@ -86,5 +87,5 @@ def _verls(config: Any, log_prob: Tensor, data: Any) -> tuple[str, Tensor]:
     return "", decisions(ppo(tokens, low=low, high=high, dual_clip=config.clip_ratio_c), mask, mask)
 
 
-_recorder = functools.cache(recorder.find)
+_recorder = functools.cache(recorder_actor.find)
 _sending_s = 0.0  # CPU time of the newest message, which the next one reports

@@ -118,7 +118,7 @@ def test_an_unknown_setting_of_the_reward_is_found_without_its_class(key, meant,
 
 
 def test_the_settings_of_the_reward_are_those_of_its_class():
-    from verl_ext.reward.manager import RewardOptions
+    from verl_ext.reward.options import RewardOptions
 
     with pytest.raises(ValueError, match=r"nothing\. Expected") as caught:
         RewardOptions.from_config({"reward": {"reward_kwargs": {"nothing": 1}}})

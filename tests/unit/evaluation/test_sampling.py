@@ -186,7 +186,7 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_
 def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, tokenizer, tmp_path):
     from verl_ext.evaluation.figures import evaluate
     from verl_ext.evaluation.samples import read_dump
-    from verl_ext.evaluation.servers import ServerFailure
+    from verl_ext.rollout.servers import ServerFailure
 
     def fails_for_two(text: str, seed: int) -> str:
         if "2+1" in text:

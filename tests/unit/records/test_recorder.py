@@ -17,6 +17,7 @@ from verl_ext.records import recorder, store
 from verl_ext.records.recorder import Fates, Group, Recorder, pack
 from verl_ext.records.schema import LOST_KEY
 from verl_ext.records.token_rows import KEPT
+from verl_ext.rollout import recorder_actor
 from verl_ext.settings import RecorderSettings
 
 SETTINGS = RecorderSettings(token_share=0.5, keep_steps=100, max_gb=1)
@@ -219,7 +220,7 @@ def test_an_end_that_the_recorder_does_not_confirm_is_a_warning(monkeypatch, cap
         raise getattr(ray.exceptions, error)()
 
     monkeypatch.setattr(ray, "get", get)
-    recorder.close(SimpleNamespace(close=SimpleNamespace(remote=lambda: None)))
+    recorder_actor.close(SimpleNamespace(close=SimpleNamespace(remote=lambda: None)))
     assert "the last steps may lack rollouts" in caplog.text
 
 
@@ -434,7 +435,7 @@ def test_the_actor_rests(monkeypatch, tmp_path):
     chosen = SimpleNamespace(remote=lambda *arguments: made.append(arguments))
     monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=lambda **_: chosen))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
-    recorder.start(tmp_path, SETTINGS)
+    recorder_actor.start(tmp_path, SETTINGS)
     assert made == [(tmp_path, SETTINGS, recorder.REST_S)] and recorder.REST_S > 0
 
 

@@ -22,7 +22,7 @@ def make_manager():
             "data": {"max_response_length": max_response_length},
             "reward": {
                 "custom_reward_function": {"path": custom_path, "name": "compute_score"},
-                "reward_manager": manager | {"module": {"path": "pkg://verl_ext.reward.manager"}},
+                "reward_manager": manager | {"module": {"path": "pkg://verl_ext.rollout.reward_manager"}},
                 "reward_kwargs": reward_kwargs,
             },
         }

@@ -108,7 +108,7 @@ def test_unverified_answer_is_flagged_and_not_scored_as_wrong(make_manager, monk
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
     manager = make_manager()
     score(manager, r"\boxed{41}")
-    with caplog.at_level(logging.WARNING, "verl_ext.reward.manager"):
+    with caplog.at_level(logging.WARNING, "verl_ext.reward.rewarder"):
         reward, info = score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")
     assert (reward, info["unverified"], info["acc"], info["train_acc"]) == (0.0, 1.0, 0.0, 0.5)
     assert "1 of 2 samples" in caplog.text
@@ -142,7 +142,7 @@ def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch
 
 def test_padding_after_a_response_is_not_scored(make_manager, monkeypatch):
     manager, seen = make_manager(), []
-    monkeypatch.setattr(manager, "_decode", lambda token_ids, spans: seen.append(token_ids) or r"\boxed{42}")
+    monkeypatch.setattr(manager.rewarder, "_decode", lambda token_ids, spans: seen.append(token_ids) or r"\boxed{42}")
     score(manager, "abc", padding=5)
     assert seen == [[ord(c) for c in "abc"]]
 

@@ -53,7 +53,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from verl_ext.records import recorder
+    from verl_ext.rollout import recorder_actor
 
     monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: None)  # when the recorder is closed
@@ -75,7 +75,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
         config = OmegaConf.merge(run, OmegaConf.from_dotlist(settings))
         trainer = get_trainer_cls(mode)(config)
         calls = SimpleNamespace(steps=[], validations=[], saves=[], logged={}, memory=[], recorded=[])
-        monkeypatch.setattr(recorder, "start", lambda *_: FakeRecorder(calls.recorded))
+        monkeypatch.setattr(recorder_actor, "start", lambda *_: FakeRecorder(calls.recorded))
         trainer.standalone_server_manager = SimpleNamespace(config=config)
         trainer.global_steps = resume_at
         trainer.total_training_steps, trainer.steps_per_epoch = steps, 1000

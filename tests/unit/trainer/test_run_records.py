@@ -71,7 +71,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
     """RunRecords over a queue of eight responses of four groups, of which the last is verl's padding."""
     import transfer_queue as tq
 
-    from verl_ext.records import recorder
+    from verl_ext.rollout import recorder_actor
     from verl_ext.trainer.run_records import RunRecords
 
     stored = {
@@ -99,7 +99,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
     monkeypatch.setattr(tq, "kv_batch_get", get)
     monkeypatch.setattr(tq, "kv_batch_put", put)
     handle = Handle()
-    monkeypatch.setattr(recorder, "start", lambda run, settings: handle)
+    monkeypatch.setattr(recorder_actor, "start", lambda run, settings: handle)
     tags = [{}] * 7 + [{"is_padding": True}]
     batch = tq.KVBatchMeta(partition_id="train", keys=KEYS, tags=tags, fields=["responses", "advantages"])
 
@@ -318,7 +318,7 @@ def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
 
 def test_what_a_step_that_raised_had_reported_is_written_at_the_close(make, monkeypatch):
     records, handle, batch, stored = make(1.0)
-    monkeypatch.setattr("verl_ext.records.recorder.close", lambda actor: None)
+    monkeypatch.setattr("verl_ext.rollout.recorder_actor.close", lambda actor: None)
     records.on_selected(selected(3, batch, stored))
     records.close()
     assert [name for name, *_ in handle.told] == ["resume", "tokens"]

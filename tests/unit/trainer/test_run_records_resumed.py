@@ -12,8 +12,9 @@ from tests.unit.trainer.test_sampler_ledger import KEPT, STEPS, Run, outcomes
 from verl_ext.events import Finished, Saved, Started
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.outcome import PromptEnd, rollout_end
-from verl_ext.records import recorder, store
+from verl_ext.records import store
 from verl_ext.records.recorder import Group, Recorder, pack
+from verl_ext.rollout import recorder_actor
 from verl_ext.settings import RecorderSettings
 
 SETTINGS = RecorderSettings(token_share=0.0, keep_steps=100, max_gb=1)
@@ -44,7 +45,7 @@ class RecordedRun(Run):
         self.recorder = Recorder(self.folder, SETTINGS)
         config = OmegaConf.create({"trainer": {"default_local_dir": str(self.folder)}})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recorder, "start", lambda *_: Handle(self.recorder))
+            patch.setattr(recorder_actor, "start", lambda *_: Handle(self.recorder))
             self.records = RunRecords(SETTINGS, config)
         self.records.on_started(Started(self.step, self.waited))
         self.sent = set(checkpoint[2]) - set(checkpoint[3]) if checkpoint else set()

@@ -1,34 +1,22 @@
-"""The verl reward manager: it turns a verifier's verdict into the reward of one rollout, and reports what it did.
-
-In a YAML (the settings under `reward_kwargs` are those of `RewardOptions`):
-
-    reward:
-      reward_manager: {source: importlib, name: RetoolRewardManager, module: {path: pkg://verl_ext.reward.manager}}
-      reward_kwargs: {max_resp_len: 16384, overlong_buffer_cfg: {enable: true, len: 4096}}
-
-It is also registered as "retool", for processes that have imported this module. Written for verl 0.9.1.
-"""
+"""From a verifier's verdict to the reward of one episode, and what it is made of."""
 
 import asyncio
 import hashlib
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from verl import DataProto
-from verl.experimental.reward_loop.reward_manager import register
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from verl_ext.episode import Episode, EpisodeKey, Reward, ToolUse, from_row
-from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
+from verl_ext.episode import Episode, Reward, ToolUse
+from verl_ext.objectives.shaping import overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
 from verl_ext.records.problem import id_of, problem_of
 from verl_ext.reward.numbers import BrokenReward
+from verl_ext.reward.options import RewardOptions
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, problem_text, verify_response
 from verl_ext.runs import jsonl
@@ -36,131 +24,29 @@ from verl_ext.runs import jsonl
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RewardOptions:
-    """The settings under `reward.reward_kwargs`; the first three names are those of verl's DAPO manager.
-
-    The plain reward is +1 for a right answer and -1 otherwise (2 acc - 1 if a verifier gives a share). DAPO adds the
-    overlong penalty to it, so that the sum lies in [-2, 1]: a wrong answer that is too long is worse than another.
-
-    Attributes:
-        max_resp_len: tokens, L_max of DAPO's Eq. 13; None takes `data.max_response_length`.
-        overlong_buffer: tokens, L_cache of Eq. 13 (`overlong_buffer_cfg.len`); None turns the penalty off.
-        overlong_factor: weight of the penalty (`overlong_buffer_cfg.penalty_factor`).
-        overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out. It holds
-            for both length penalties.
-        length_penalty: points (tokens, penalty) of `shaping.piecewise_length_penalty`; in a YAML "piecewise" stands for
-            its default ones. None adds no penalty.
-        tool_bonus: the published run's, not the paper's: a wrong answer gets 0.1 per tool call, up to -0.6 in all.
-        reward_floor: the reward is never below this; None (DAPO) sets no floor.
-        random_reward_p: control experiment. The trained reward is +1 with this probability whatever the response,
-            drawn by a hash of the sample; `acc` stays the truth. A policy must not improve with it.
-        random_reward_seed: another seed draws other random rewards.
-        unverified_dir: folder for responses that could not be verified, to be graded again; None keeps none.
-        verifiers: pattern of `data_source` or `ability` -> verifier; see verifiers/__init__.py.
-    """
-
-    max_resp_len: int
-    overlong_buffer: int | None = None
-    overlong_factor: float = 1.0
-    overlong_counts: str = "response"
-    length_penalty: Sequence[tuple[float, float]] | None = None
-    tool_bonus: bool = False
-    reward_floor: float | None = None
-    random_reward_p: float | None = None
-    random_reward_seed: int = 0
-    unverified_dir: str | None = None
-    verifiers: Mapping[str, Any] | None = None
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "RewardOptions":
-        """Read `reward.reward_kwargs` of a whole verl config.
-
-        Raises:
-            ValueError: a key means nothing here (Hydra would accept it silently), or a value is out of range.
-        """
-        settings = dict(config["reward"].get("reward_kwargs") or {})
-        buffer_cfg = dict(settings.pop("overlong_buffer_cfg", None) or {})
-        known = {field.name for field in fields(cls)} - {"overlong_buffer", "overlong_factor"}
-        # `log` is verl's: here the penalty is always logged, as reward_overlong.
-        unknown_cfg = buffer_cfg.keys() - {"enable", "len", "penalty_factor", "log"}
-        if unknown := settings.keys() - known | {f"overlong_buffer_cfg.{key}" for key in unknown_cfg}:
-            raise ValueError(
-                f"Unknown settings under reward.reward_kwargs: {', '.join(sorted(unknown))}. Expected some of "
-                f"{', '.join(sorted(known))}, overlong_buffer_cfg.{{enable,len,penalty_factor,log}}."
-            )
-        if settings.get("max_resp_len") is None:
-            settings["max_resp_len"] = config["data"]["max_response_length"]
-        if buffer_cfg.get("enable", False):
-            buffer, max_length = buffer_cfg.get("len") or 0, settings["max_resp_len"]
-            overlong_penalty(torch.tensor([0]), max_length=max_length, buffer=buffer)  # raises here, at start-up
-            settings |= {"overlong_buffer": buffer, "overlong_factor": buffer_cfg.get("penalty_factor", 1.0)}
-        points = settings.get("length_penalty")
-        if isinstance(points, str) and points != "piecewise":
-            raise ValueError(
-                f"length_penalty is {points!r}: expected 'piecewise', [[tokens, penalty], ...], or null for none."
-            )
-        if points is not None:
-            settings["length_penalty"] = PIECEWISE if points == "piecewise" else tuple(map(tuple, points))
-            piecewise_length_penalty(torch.tensor([0]), settings["length_penalty"])  # raises here, at start-up
-        options = cls(**settings)
-        if options.overlong_counts not in ("response", "model"):
-            raise ValueError(f"overlong_counts is {options.overlong_counts!r}: expected 'response' or 'model'.")
-        if options.random_reward_p is not None and not 0.0 <= options.random_reward_p <= 1.0:
-            raise ValueError(f"random_reward_p is {options.random_reward_p}: expected a probability, or null.")
-        return options
-
-
-@register("retool")
-class RetoolRewardManager(RewardManagerBase):
+class Rewarder:
     """+1/-1 on the answer in the model's own tokens, with length penalties, a tool bonus and a control as options.
 
     A sample that the infrastructure failed (`finish_reason` "sandbox_failure" or "aborted", or an answer
     that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
     0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason. By these,
     the sampler keeps it out of training (verl_ext/trainer/sampler.py), and the figures of a validation
-    (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A broken row or
-    verifier stops the run: a row without a ground truth, an `acc` of NaN.
+    (verl_ext/trainer/failed_samples.py) and of an evaluation (verl_ext/evaluation/figures.py) leave it out. A broken
+    row or verifier stops the run: a row without a ground truth, an `acc` of NaN.
+
+    Args:
+        config: a whole run's.
+        tokenizer: the policy's.
+    Raises:
+        ValueError: `reward.reward_kwargs` has an unknown or impossible setting.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        tokenizer: Any,
-        compute_score: Any = None,
-        reward_router_address: str | None = None,
-        reward_model_tokenizer: Any = None,
-    ):
-        """Take verl's arguments; `compute_score` and those of the reward model are not used.
-
-        Raises:
-            ValueError: `reward.reward_kwargs` has an unknown or impossible setting, or a custom reward function is
-                configured, which this manager would ignore.
-        """
-        super().__init__(config, tokenizer, compute_score)
-        custom = (config["reward"].get("custom_reward_function") or {}).get("path")
-        if custom:
-            raise ValueError(
-                f"reward.custom_reward_function.path is {custom!r}, but RetoolRewardManager scores with "
-                "the verifiers of verl_ext.reward only. Remove the path and name your verifier under "
-                "reward.reward_kwargs.verifiers, or take verl's manager: reward.reward_manager.source=register and "
-                "reward.reward_manager.name=naive."
-            )
+    def __init__(self, config: Any, tokenizer: Any):
+        self.tokenizer = tokenizer
         self.options = RewardOptions.from_config(config)
         self.verifiers = Verifiers(config, self.options.verifiers)
         self.num_scored = 0
         self.num_unverified = 0
-
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score one rollout for verl, the last one of several outputs. See `score_episode`."""
-        item = data[-1:][0]
-        sample, responses, mask = item.non_tensor_batch, item.batch["responses"], item.batch["attention_mask"]
-        num_tokens = int(mask[len(mask) - len(responses) :].sum())
-        key = EpisodeKey(str(sample.get("uid", "")), int(sample.get("session_id", 0)))
-        episode = from_row(key, sample.get("tool_extra_fields") or {})
-        episode.row.ids = responses[:num_tokens].tolist()
-        reward = await self.score_episode(episode, sample)
-        return {"reward_score": reward.score, "reward_extra_info": dict(reward.info)}
 
     async def score_episode(self, episode: Episode, sample: Mapping[str, Any]) -> Reward:
         """Score one episode. A verifier may take seconds; the event loop keeps running meanwhile.

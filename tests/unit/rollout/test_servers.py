@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer, turn_seed
+from verl_ext.rollout.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer, turn_seed
 
 MODELS = {"data": [{"id": "tiny", "root": "/models/tiny", "max_model_len": 256}, {"id": "other"}]}
 PARAMS = {  # as the agent loop sends them

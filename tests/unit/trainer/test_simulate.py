@@ -47,7 +47,7 @@ MEASURE = """
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as Engine
     from verl_ext.memory.estimate import Plan
     from verl_ext.memory.shape import ModelShape
-    from verl_ext.memory.simulate import build, forward_backward, update
+    from verl_ext.trainer.simulate import build, forward_backward, update
 
     # verl's own, which verl_ext replaces on a CPU, and in fp32, as CUDA's autocast has it
     spec = importlib.util.spec_from_file_location("own", functional.__file__)
@@ -143,7 +143,7 @@ def measured(tmp_path_factory):
 
 @functools.cache
 def simulated(plan):
-    from verl_ext.memory.simulate import simulate
+    from verl_ext.trainer.simulate import simulate
 
     return simulate(plan)
 
@@ -239,8 +239,8 @@ def test_fused_adamw_takes_fsdp2_offload_and_resume(one_rank, tmp_path):
     from verl.utils.fsdp_utils import load_fsdp_optimizer, offload_fsdp_optimizer
     from verl.workers.config.optimizer import build_optimizer
 
-    from verl_ext.memory.simulate import build
     from verl_ext.settings import compose_run
+    from verl_ext.trainer.simulate import build
 
     config = omega_conf_to_dataclass(compose_run("qwen2-32b_dapo").actor_rollout_ref.actor.optim)
 
