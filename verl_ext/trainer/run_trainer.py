@@ -232,7 +232,7 @@ class RunTrainer(RunUpdates, RunValidation):
         numbers = [self.config.actor_rollout_ref.rollout.n] * len(batch)
         if sampling := self._options.sampling:
             numbers = sampling.assign(self.global_steps, uids, problems, _column(batch, PASS_RATE_COLUMN))
-        generated = self._sampler.generated_for_one if self._sampler else 1
+        generated = self._sampler.settings.generated_for_one if self._sampler else 1
         if sampling or generated > 1:
             numbers = [generated * number for number in numbers]
             tu.assign_non_tensor_stack(batch, "__rollout_n__", numbers)  # read by verl's worker, agent_loop_tq.py:115

@@ -36,6 +36,7 @@ from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, STOPS_RUN, Promp
 from verl_ext.trainer.exclusions import NothingStored, describe, stop_if_most_failed
 from verl_ext.trainer.group_rules import EndedGroup, end_group
 from verl_ext.trainer.queue import copy_episodes, episodes_of, prompts_in_queue, remove
+from verl_ext.trainer.sampler_settings import SAMPLER_KEYS, SamplerSettings
 from verl_ext.trainer.step_counts import REPLACEABLE, StepCounts
 
 logger = logging.getLogger(__name__)
@@ -68,57 +69,21 @@ class DapoReplayBuffer(ReplayBufferAsync):
     does a poll that finds a rollout which found the run broken (verl continues with the rest).
 
     Args:
-        sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
-            answer is left out like a failed one (true), only left out of the loss (`loss`: it stays in the baseline, as
-            in SimpleTIR, arXiv:2509.02479), or trained on (false); `resample`, whether twice the responses are
-            generated and half of them kept, and how (`paper` or `code`: objectives/grpo_roc.py), or null;
-            `max_staleness`, how many versions the oldest token of a response may be behind the servers' weights, or
-            null: an older response is left out like a failed one, even if it aged while its group waited;
-            `keep_surplus` (default false), whether useful groups that a step of the mode `sync` did not need wait for
-            the next one, as long as verl's `max_off_policy_threshold` allows: each step adds a version, and 1 allows
-            none. No checkpoint contains them: after a resume their prompts come again in the next epoch; and
-            `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
-            equality makes a group useless, and `max_num_gen_batches` the most prompts of a step, in train batches.
+        sampler_kwargs: see `SamplerSettings`; a subclass lists further keys in `KEYS`.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1, another setting has a value that is not allowed, or a key is not
-            in `KEYS`.
+        ValueError: as `SamplerSettings`, or a key is not in `KEYS`.
     """
 
-    KEYS = frozenset("filter_groups keep_surplus max_staleness poll_interval_s resample void_turn_filter".split())
+    KEYS = SAMPLER_KEYS
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         if unknown := sorted(set(sampler_kwargs) - self.KEYS):
             raise ValueError(f"sampler_kwargs.{unknown[0]} is unknown; expected one of {', '.join(sorted(self.KEYS))}.")
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=sampler_kwargs.poll_interval_s, **kwargs)
-        filter_groups = sampler_kwargs.filter_groups
-        self.filter_metric = filter_groups.metric if filter_groups.enable else None
-        self.max_gen_batches = filter_groups.max_num_gen_batches
-        if self.max_gen_batches < 1:
-            raise ValueError(
-                f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1, the "
-                "number of batches that a step may generate before it takes what it has."
-            )
-        self.void_turn_filter, self.resample = sampler_kwargs.void_turn_filter, sampler_kwargs.get("resample")
-        is_known = type(self.void_turn_filter) is bool or self.void_turn_filter == "loss"
-        is_known &= self.resample in (None, "paper", "code")
-        if not is_known or (self.resample and self.void_turn_filter is True):  # with both, too few could be left
-            got = f"void_turn_filter={self.void_turn_filter!r}, resample={self.resample!r}"
-            expected = "void_turn_filter=false, true or loss and resample=null, paper or code; resample excludes true"
-            raise ValueError(f"sampler_kwargs has {got}; expected {expected}.")
-        self.max_staleness = sampler_kwargs.get("max_staleness")
-        is_age = type(self.max_staleness) is int and self.max_staleness >= 0 and not self.resample
-        if self.max_staleness is not None and not is_age:
-            got = f"max_staleness={self.max_staleness!r}, resample={self.resample!r}"
-            raise ValueError(f"sampler_kwargs has {got}; expected max_staleness=null, or 0, 1, ... without resample.")
-        self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
-        self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
-        threshold, strategy = self.max_off_policy_threshold, self.max_off_policy_strategy
-        if self.keep_surplus and (strategy != "drop" or threshold is None):
-            raise ValueError(
-                f"sampler_kwargs has keep_surplus=true and max_off_policy_strategy={strategy!r}, max_off_policy_"
-                f"threshold={threshold!r}, so no group is ever too old; expected drop, and a number."
-            )
+        given = {key: value for key, value in sampler_kwargs.items() if key in SAMPLER_KEYS}
+        self.settings = SamplerSettings(**given)
+        self.settings.check_ages(self.max_off_policy_threshold, self.max_off_policy_strategy)
         # In `separate_async` a step takes this many batches, and verl averages what they log, weighted by the rollouts
         # that each trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So only the last one logs, for all of them.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
@@ -204,7 +169,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         submitted = self.num_to_submit(batch_size)  # by the trainer, before this call
-        limit = self.max_gen_batches * batch_size
+        limit = self.settings.max_gen_batches * batch_size
         last_debug_time = time.time()
         while True:
             self._sync_metadata_from_transfer_queue()
@@ -231,13 +196,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
             logger.warning(
                 "step %d: only %d of %d groups had unequal rewards after %d prompts (max_num_gen_batches=%d); "
                 "filled with %d others, whose advantages are set to 0",
-                *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
+                *(global_steps, len(selected), batch_size, submitted, self.settings.max_gen_batches, shortfall),
             )
             spare = self._uids(*REPLACEABLE)
             selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
         surplus = useful - set(selected)
         self._end(surplus, PromptEnd.SURPLUS)
-        kept = surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.keep_surplus else set()
+        kept = (
+            surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.settings.keep_surplus else set()
+        )
         if (seen := self._counts.keep_rate()) is not None:
             self.keep_rate += _KEEP_RATE_DECAY * (max(seen, _MIN_KEEP_RATE) - self.keep_rate)
         self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
@@ -252,7 +219,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
     # `sample`. All three evict the groups that `_terminal_eviction_reasons` names, and refill one by one.
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
-        self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf
+        self._limit = self.settings.max_gen_batches * target_count if partition_id != "val" else math.inf
         self._spare_limit = self._limit - target_count  # the batch itself also has to be generated
         return super().wait_for_sampleable(global_steps, partition_id, target_count)
 
@@ -270,7 +237,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
                     "the missing ones are replaced by others, whose advantages are set to 0",
-                    *(global_steps, self._counts.seen.groups, self._counts.ends[PromptEnd.OPEN], self.max_gen_batches),
+                    *(
+                        global_steps,
+                        self._counts.seen.groups,
+                        self._counts.ends[PromptEnd.OPEN],
+                        self.settings.max_gen_batches,
+                    ),
                 )
             self._is_spent = True
             steps = self.prompt_global_steps[partition_id]
@@ -320,9 +292,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
         for uid, episodes in groups.items():
             self._groups[uid] = end_group(
                 episodes,
-                metric=self.filter_metric,
-                void_turn_filter=self.void_turn_filter,
-                resample=self.resample,
+                metric=self.settings.filter_metric,
+                void_turn_filter=self.settings.void_turn_filter,
+                resample=self.settings.resample,
                 rng=random.Random(uid),  # the same in a resumed run
             )
         first_seen = groups.keys() - self.seen_before.keys()
@@ -330,7 +302,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             if (end := self.seen_before[uid]) is not PromptEnd.OPEN:  # decided, perhaps by its rollouts' age then
                 self._groups[uid].end = end
         excluded = {uid: dict(self._groups[uid].excluded) for uid in groups}
-        if self.max_staleness is not None:
+        if self.settings.max_staleness is not None:
             self._drop_too_old(first_seen)
         for uid, episodes in groups.items():
             if uid in first_seen:
@@ -340,7 +312,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         """Drop the rollouts that are too old from all useful waiting groups; `first_seen` ones are not counted yet."""
         for uid in sorted(self._uids(*_USEFUL)):
             group = self._groups[uid]
-            self._counts.dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
+            self._counts.dropped_as_stale += group.drop_older_than(self._version - self.settings.max_staleness)
             if (end := group.judge(lost=PromptEnd.STALE)) is PromptEnd.OPEN:
                 continue
             if uid in first_seen:
@@ -405,7 +377,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 left_out |= dict.fromkeys(group.void, "in the baseline of its group, not in the loss: void_turn")
             ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
             self._counts.ages += ages * (uid in useful)
-            if self.resample:
+            if self.settings.resample:
                 left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")
                 gone.update(group.dropped)
             elif group.excluded and not group.is_lost():

@@ -67,7 +67,7 @@ GROUP = [DIRTY, info(0, ok=1), CLEAN, info(0, errors={"error": 1})]
 @pytest.mark.parametrize("mode", MODES)
 def test_half_of_a_group_is_kept_the_cleaner_right_answer(make_buffer, mode):
     queue, buffer = make_buffer([GROUP], batch_size=1, resample="code", mode=mode)
-    assert buffer.generated_for_one == 2
+    assert buffer.settings.generated_for_one == 2
     batch, metrics = buffer.sample(1, "train", 1)
     assert sorted(keys_of(batch)) == ["uid-0_1_0", "uid-0_2_0"] and set(queue.tags) == set(batch.keys)
     assert metrics["train/acc"] == 0.5, "accuracy is of all that was generated"
