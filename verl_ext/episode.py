@@ -159,23 +159,27 @@ class TokenRow:
         return None if None in versions else min(versions, default=None)
 
 
+def _per_call(zero: float = 0) -> Any:
+    return field(default=zero, metadata={"is_per_call": True})
+
+
 @dataclass
 class ToolUse:
-    """Counts and seconds of one episode."""
+    """Counts and seconds of one episode; the mean per call of a field made by `_per_call` is a metric, `tool/NAME`."""
 
     ok: int = 0  # calls that ended well
     errors: dict[str, int] = field(default_factory=Counter)  # calls that did not, by `error_kind`
     malformed: dict[str, int] = field(default_factory=Counter)  # by MALFORMED_KINDS
     fixed: int = 0  # failed or malformed calls whose next call ended well
-    json_repairs: int = 0  # calls that `retool.repair_json` made readable
-    outputs_cut: int = 0
+    json_repairs: int = _per_call()  # calls that `retool.repair_json` made readable
+    outputs_cut: int = _per_call()
     void_turns: int = 0  # turns of the model with neither a call that can be run nor a boxed answer (arXiv:2509.02479)
-    code_lines: int = 0  # not blank, of all calls
+    code_lines: int = _per_call()  # not blank, of all calls
     first_call_token: int | None = None  # position in the response, estimated within its turn by characters
     generate_s: float = 0.0  # waited for the model
     tool_s: float = 0.0  # waited for tools, which splits into queue_s, run_s and the way there and back
-    queue_s: float = 0.0  # includes the attempts that failed because of the infrastructure
-    run_s: float = 0.0
+    queue_s: float = _per_call(0.0)  # includes the attempts that failed because of the infrastructure
+    run_s: float = _per_call(0.0)
 
     @property
     def failed(self) -> int:

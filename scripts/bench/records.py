@@ -40,6 +40,7 @@ from verl_ext.outcome import PromptEnd
 from verl_ext.records import store
 from verl_ext.records.recorder import Fates, Group, Recorder, pack
 from verl_ext.records.trajectories import problem_columns, to_record
+from verl_ext.rollout import recorder_actor
 from verl_ext.settings import RecorderSettings
 
 WARM_UP = 2

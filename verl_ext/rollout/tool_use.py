@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "turn/tool_tokens": float(np.mean(blocks)) if blocks else 0.0,
         "turn/void_rate": float(np.mean([use.void_turns > 0 for use in uses])),  # rollouts with a void turn
     }
-    per_call = ("code_lines", "json_repairs", "outputs_cut", "queue_s", "run_s")
+    per_call = [each.name for each in fields(ToolUse) if each.metadata.get("is_per_call")]
     metrics |= {f"tool/{name}": _ratio(_sum(uses, name), num_calls) for name in per_call}
     metrics |= {f"tool/error/{kind}": count / num_calls for kind, count in errors.items()}
     metrics |= {f"tool/malformed/{kind}": count / len(episodes) for kind, count in malformed.items()}
