@@ -34,7 +34,6 @@ BUDGETS = {  # page -> (address, seconds)
     "filter all steps by outcome": ("/run/0/all?outcome=equal", 2.0),
     "filter all steps by text": ("/run/0/all?text=NameError", 2.0),
     "timeline of the first step": ("/run/0/step_000001/timeline", 1.0),
-    "what the code is for": ("/code", 30.0),
     "compare problems": ("/problems?a=0:first&b=0:last", 10.0),
     "the run as .eval": ("/run/0/export.eval", 600.0),
 }

@@ -4,6 +4,6 @@
 and of verl's dumps; `figures` and `result` say what they show,
 and `blocks` finds calls in their text.
 `checkpoint` finds and merges a run's checkpoint, `defaults` chooses settings if none are named. `past_samples` and
-`pass_rates` say how hard problems are, `purposes` what code is for.
+`pass_rates` say how hard problems are.
 In: a model, a server, a checkpoint or samples. Out: `samples.jsonl`, `result.json`, `result.md`.
 """

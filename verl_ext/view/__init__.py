@@ -1,8 +1,8 @@
 """A viewer of runs in the browser: `python -m verl_ext.view RUN [RUN...]`, also while they train.
 
 `data.py` queries the records by SQL. `app.py` has the pages and checks who may request them, `group.py` the samples
-side by side, `tokens.py` the token lens, `timeline.py` a step's time, `purposes.py` the purposes of code,
-`problems.py` the same problem over time and between runs, `export.py` files for other programs.
-`evaluation.py` makes records from an evaluation's samples. `verl_ext/pages/` makes pages of `templates/`.
+side by side, `tokens.py` the token lens, `timeline.py` a step's time, `problems.py` the same problem over time and
+between runs, `export.py` files for other programs. `evaluation.py` makes records from an evaluation's samples.
+`verl_ext/pages/` makes pages of `templates/`.
 In: folders of runs and evaluations, which are only read. Out: pages on the loopback address.
 """

@@ -35,7 +35,7 @@ from starlette.staticfiles import StaticFiles
 from verl_ext.evaluation.question import question_of
 from verl_ext.pages import curves
 from verl_ext.pages.page import SERVED_POLICY, STATIC, environment, render
-from verl_ext.view import data, export, group, problems, purposes, timeline, tokens
+from verl_ext.view import data, export, group, problems, timeline, tokens
 
 HOST = "127.0.0.1"
 HEADERS = {
@@ -152,10 +152,6 @@ def eval_file(request: Request) -> Response:
     return StreamingResponse(iter(partial(file.read, 1 << 20), b""), headers=headers, media_type="application/zip")
 
 
-def code_page(request: Request) -> Response:
-    return page(request, "code.html", questions=purposes.charts(request.app.state.runs))
-
-
 def problem_page(request: Request) -> Response:
     problem = request.query_params.get("problem", "")
     draws, asked = problems.draws(request.app.state.runs, problem), problems.prompts(request.app.state.runs, [problem])
@@ -258,7 +254,6 @@ TEMPLATES = environment(
     address=address,
     group=group,
     timeline=timeline,
-    purposes=purposes,
     token_columns=tokens.COLOURED,
     marks=data.MARKS,
     sorts=data.SORTS,
@@ -274,7 +269,6 @@ ROUTES = {
     "/": overview,
     "/state.json": state,
     "/diagnose": diagnose,
-    "/code": code_page,
     "/problem": problem_page,
     "/problems": problems_page,
     "/run/{run:number}/export.eval": eval_file,

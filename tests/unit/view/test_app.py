@@ -195,7 +195,7 @@ def test_an_error_of_ours_is_named_on_a_page_like_the_others(client: TestClient,
 
 @pytest.mark.parametrize(
     "page",
-    ["/?published=1", "/code", "/diagnose", "/problem?problem=p1", "/problems", "/problems?a=0:first&b=0:last",
+    ["/?published=1", "/diagnose", "/problem?problem=p1", "/problems", "/problems?a=0:first&b=0:last",
      "/run/0/all?outcome=trained&page=0", "/run/0/step_000002", "/run/0/step_000002/timeline",
      "/run/0/step_000002/group?uid=s2-p1&a=0&b=1", "/run/0/step_000002/sample?uid=s2-p1&session=1&colour=ratio"],
 )  # fmt: skip

@@ -97,7 +97,7 @@ async def test_a_filter_that_is_filled_in_counts_what_meets_it(tab, serve, run_f
 
 async def test_no_request_leaves_the_machine(tab, serve, run_folder: Path) -> None:
     address = serve(run_folder)
-    pages = ["/?published=1", "/diagnose", "/code", "/problem?problem=p1", "/problems?a=0:first&b=0:last", "/run/0/all"]
+    pages = ["/?published=1", "/diagnose", "/problem?problem=p1", "/problems?a=0:first&b=0:last", "/run/0/all"]
     of_step = ("", "/timeline", "/group?uid=s2-p1", "/sample?uid=s2-p1&session=1")
     for page in pages + [f"/run/0/step_000002{each}" for each in of_step]:
         await tab.open(address + page)
@@ -198,8 +198,6 @@ async def test_the_arrow_keys_choose_the_run_that_enter_opens(tab, serve, run_fo
     assert (await tab.js("document.querySelector('.value').textContent")).endswith(". Enter opens run_b")
     await tab.key("Enter")
     await tab.until("location.pathname == '/run/1/step_000001' && document.readyState == 'complete'")
-    await tab.open(address + "/code")  # nothing opens there
-    assert (await tab.js(label)).endswith("Arrow keys move.")
 
 
 async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:

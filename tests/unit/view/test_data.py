@@ -122,7 +122,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(client: TestClient, run_f
 @pytest.mark.parametrize(
     "page",
     ["/run/0/step_000001", "/run/0/step_000002/group?uid=s2-p1", "/run/0/step_000002/sample?uid=s2-p1&session=1",
-     "/run/0/step_000002/timeline", "/problem?problem=p1", "/problems", "/problems?a=0:first&b=0:last", "/code"],
+     "/run/0/step_000002/timeline", "/problem?problem=p1", "/problems", "/problems?a=0:first&b=0:last"],
 )  # fmt: skip
 def test_a_truncated_file_of_tokens_is_named_on_every_page(client: TestClient, run_folder: Path, page: str) -> None:
     path = store.path_of(run_folder, "tokens", 2)
@@ -191,9 +191,9 @@ def test_a_quickstart_that_was_opened_in_its_sft_shows_its_rl_once_there_is_one(
 
 
 def test_a_step_that_is_written_again_is_read_again(client: TestClient, run_folder: Path) -> None:
-    code, state = client.get("/code").text, client.get("/state.json").text
+    state = client.get("/state.json").text
     write_step(run_folder, 2, seed=7)  # as after a resume
-    assert client.get("/code").text != code and client.get("/state.json").text != state
+    assert client.get("/state.json").text != state
     rows = store.read(store.path_of(run_folder, "trajectories", 2)).to_pylist()
     right = sum(row["acc"] == 1 for row in rows)
     assert client.get("/run/0/step_000002").text.count('class="dot right"') == right

@@ -32,7 +32,7 @@ def open_pages(client, key: str = "val_000000", uid: str = "mine:Is 0 prime") ->
     """All pages of it, and none of them fails."""
     group = f"/run/0/{key}/group?uid={uid}&a=0&b=1"
     pages = [f"/run/0/{key}/{page}" for page in ("timeline", "timeline.json", f"sample?uid={uid}&session=1")]
-    pages += [f"/run/0/{key}?failed=on&sort=low", "/", "/state.json", "/code", "/problems", "/run/0/export.eval", group]
+    pages += [f"/run/0/{key}?failed=on&sort=low", "/", "/state.json", "/problems", "/run/0/export.eval", group]
     found = [client.get(page) for page in pages]
     assert [answer.status_code for answer in found] == [200] * len(pages)
     return found[-1].text

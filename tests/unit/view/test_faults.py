@@ -20,7 +20,7 @@ from verl_ext.records.schema import TOKENS
 from verl_ext.view import data
 
 PAGES = (
-    "/", "/state.json", "/code", "/problem?problem=p1", "/problems?a=0:first&b=0:last", "/run/0/all?text=x&failed=on",
+    "/", "/state.json", "/problem?problem=p1", "/problems?a=0:first&b=0:last", "/run/0/all?text=x&failed=on",
     "/run/0/step_000002?sort=spread", "/run/0/step_000002/timeline", "/run/0/step_000002/timeline.json",
     "/run/0/step_000002/group?uid=s2-p1&a=0&b=1", "/run/0/step_000002/sample?uid=s2-p1&session=1",
     "/run/0/step_000002/sample?uid=s2-p1&session=1&colour=ratio", "/run/0/export.eval",

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from verl_ext.evaluation import purposes
+from scripts.studies import purposes
+from tests.unit.view.synthetic import write_run, write_step
+from verl_ext.records import store
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,36 @@ def test_a_call_of_the_same_turn_and_a_malformed_one_repair_and_lack_nothing() -
     malformed = row(1.0, (None, "model"), ("1 + 1", None))
     assert "repaired" not in purposes.summary([malformed])
     assert purposes.summary([row(1.0, (None, "model"), ("1 +", "model"), ("1 + 1", None)), sibling])["repaired"] == 0.5
+
+
+def test_the_rules_in_the_docstring_are_those_that_are_used() -> None:
+    for purpose in purposes.PURPOSES:
+        assert f"\n    {purpose} " in purposes.__doc__
+
+
+def test_the_table_has_shares_by_verdict_of_each_span_of_training_steps(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "run")
+    purposes.main([str(run), "--width", "3"])
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "|  | 1-3 | 4-6 |"
+    for side in ("right", "wrong"):
+        shares = [row.split(" | ")[1:] for row in rows if row.startswith(f"| {side}/")]
+        for column in zip(*shares, strict=True):
+            assert sum(float(share.rstrip("% |")) for share in column) == pytest.approx(100, abs=0.5)
+    assert [row.split(" | ")[0] for row in rows[-2:]] == ["| first call", "| repaired"]
+
+
+def test_a_repair_is_of_a_later_turn(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    error = {"turn": 0, "code": "1", "status": "NameError", "fault": "model"}
+    for turn, repaired in ((0, 0.0), (2, 1.0)):
+        calls = [error, {"turn": turn, "code": "1", "status": "ok", "fault": None}]
+        path = store.path_of(run, "trajectories", 2)
+        store.rewrite(path, lambda rows, calls=calls: [row | {"calls": calls} for row in rows])
+        assert purposes.over_training(run, 1)[range(2, 3)]["repaired"] == repaired
+
+
+def test_a_run_without_judged_responses_of_training_is_named(tmp_path) -> None:
+    write_step(tmp_path / "rl", 0, validate=True)
+    with pytest.raises(SystemExit, match="purposes: .*rl has no judged responses of training steps"):
+        purposes.main([str(tmp_path)])

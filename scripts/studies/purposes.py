@@ -1,6 +1,8 @@
 """Classify what code is for, by rules over its syntax tree, and what it does for a response: position of the first
 call, errors that a later call repairs. ReTool's analysis asks the same question (arXiv:2504.11536); the rules are ours.
 
+    python -m scripts.studies.purposes outputs/quickstart    # a table over the steps of training
+
 A program has the first purpose that fits, read from the top:
 
     other tool     a JSON object: the arguments of a tool that is not an interpreter
@@ -18,11 +20,17 @@ A program has the first purpose that fits, read from the top:
 import ast
 import json
 import re
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from scripts.studies.shared import command_line, markdown
+from verl_ext.records import store
+from verl_ext.runs.folder import training_folder
 
 PURPOSES = ("other tool", "not Python", "no computation", "checking", "simulation", "algebra", "enumeration",
             "iteration", "numerics", "calculation")  # fmt: skip
@@ -30,7 +38,7 @@ _ALGEBRA = {"solve", "simplify", "factor", "expand", "diff", "integrate", "Eq", 
 _LOOPS = (ast.For, ast.While, ast.comprehension)
 
 
-def is_json_object(code: str) -> bool:
+def _is_json_object(code: str) -> bool:
     """Return whether a call is of a tool that is not an interpreter: its code is the arguments."""
     try:
         return isinstance(json.loads(code), dict)
@@ -41,7 +49,7 @@ def is_json_object(code: str) -> bool:
 @lru_cache(maxsize=20_000)
 def purpose(code: str) -> str:
     """Return one of PURPOSES."""
-    if is_json_object(code):
+    if _is_json_object(code):
         return "other tool"
     try:
         nodes = list(ast.walk(ast.parse(code)))
@@ -110,3 +118,37 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         if errors := [call["turn"] for call in calls if call["fault"] == "model"]:
             repaired.append(any(call["status"] == "ok" and call["turn"] > errors[0] for call in calls))
     return found | {name: fmean(each) for name, each in (("first call", first), ("repaired", repaired)) if each}
+
+
+def over_training(run: Path, width: int) -> dict[range, dict[str, float]]:
+    """Return the `summary` of the judged training responses of each `width` steps.
+
+    Raises:
+        ValueError: the run has no records of such responses.
+    """
+    spans = defaultdict(list)
+    columns = ["step", "validate", "acc", "response_tokens", "tool_use", "calls"]
+    for row in store.rows(run, columns=columns):
+        if not row["validate"] and row["acc"] is not None:
+            spans[(row["step"] - 1) // width].append(row)
+    if not spans:
+        raise ValueError(f"{run} has no judged responses of training steps (see retool.recorder).")
+    return {range(at * width + 1, (at + 1) * width + 1): summary(rows) for at, rows in sorted(spans.items())}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line(__spec__, __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or the quickstart's above it")
+    parser.add_argument("--width", type=int, default=10, metavar="N", help="steps in a column (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        found = over_training(training_folder(args.run, "rl"), args.width)
+    except (OSError, ValueError) as error:
+        sys.exit(f"purposes: {error}")
+    names = dict.fromkeys(name for each in found.values() for name in each)
+    rows = [[name, *(f"{each[name]:.1%}" if name in each else "-" for each in found.values())] for name in names]
+    print(markdown(["", *(f"{span[0]}-{span[-1]}" for span in found)], rows))
+
+
+if __name__ == "__main__":
+    main()
