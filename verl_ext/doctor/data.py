@@ -140,7 +140,7 @@ def check_agent_names(run: Run) -> Iterator[Finding]:
 
 
 def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
-    """Check that the rows for the verifier of code have tests, and that these can judge a program.
+    """Check that the rows for the verifier of code have tests, and that these need only calls with plain data.
 
     Args:
         is_quick: look at some rows only.
@@ -172,8 +172,8 @@ def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
             yield fail(f"""{split}: {len(broken)} of {of} for the verifier of code would stop the run ({broken[0]})
                 -> Correct these rows, or leave them out.""")
         if refused:
-            yield fail(f"""{split}: {len(refused)} of {of} have tests that can judge no program ({refused[0]}), so that
-                no response to them would be trained on
+            yield fail(f"""{split}: {len(refused)} of {of} have tests that need more than calls with plain data
+                ({refused[0]}), so that no response to them would be trained on
                 -> Leave out the rows for which verl_ext.reward.verifiers.code.refused_tests gives a reason.""")
         if number and not broken and not refused:
             yield ok(f"{split}: the tests of {of} can judge a program")

@@ -160,7 +160,7 @@ def test_rows_whose_tests_can_judge_no_program_are_refused_with_their_number(is_
     run = rl([PLAIN] * 4, columns={"data_source": sources, "reward_model": truths})
     text = told(check_code_tests(run, is_quick=is_quick), Level.FAIL)[0]
     assert f"train: 2 of 3 rows {'in a sample ' * is_quick}of data" in text
-    assert ": the test uses 'send' of a generator" in text and (is_quick or "(row 1: " in text)
+    assert ": the test uses 'send' of what the program returned" in text and (is_quick or "(row 1: " in text)
     assert "refused_tests gives a reason" in text
 
 

@@ -1,14 +1,13 @@
 """Code: run the response's program against test cases in the sandbox, never in this process.
 
 Tests and expected values never share a process with the program: expected standard output is compared here, and tests
-run in a separate sandbox program, to which the solution's program gives plain data (dialogue.py).
-prepare.py reads a test, and refusals.py says which tests can judge no program. solution.py, tests.py, handles.py and
-values.py run in the sandbox, sent there as source.
+run in a separate sandbox program, to which the solution's program gives plain data (dialogue.py). prepare.py compiles a
+test, and refuses one that needs more. solution.py, tests.py and values.py run in the sandbox, sent there as source.
 
 A ground truth is a mapping, its JSON, or a string that is neither, which is one test in Python:
 
 - `{"tests": ["assert add(1, 2) == 3", ...]}`: Python that calls what the program defines, each test separately.
-  Functions `test_...` and unittest classes run too.
+  Functions `test_...` run too.
 - `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: standard input, and what the program must print for it.
 """
 
@@ -22,8 +21,8 @@ from typing import Any
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.protocols.thinking import after_thinking
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
-from verl_ext.reward.verifiers.code.prepare import prepare
+from verl_ext.reward.verifiers.code.dialogue import Dialogue
+from verl_ext.reward.verifiers.code.prepare import CannotJudge, compile_test
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 
 # A fence of any language at the start of a line, since its end must not be taken for a beginning; of Python or of none
@@ -50,8 +49,8 @@ class CodeVerifier:
 
     The program is the last fenced block of Python after the last `</think>`. A failure that it causes is the model's:
     an error, a time-out, a wrong or unreadable result, or a sandbox that is lost with it twice but runs another program
-    in between. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that tests no
-    program: it passes or fails without one, or gives a program an argument that is not data.
+    in between. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that judges no
+    program (`refused_tests`).
     """
 
     def __init__(
@@ -81,18 +80,18 @@ class CodeVerifier:
         self._all_or_nothing = all_or_nothing
         self._limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb}
         self._client = SandboxClient(list(urls), max_concurrency=max_concurrency, **client_settings)
-        self._dialogue = Dialogue(self._run, timeout_s)
+        self._dialogue = Dialogue(self._run)
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         cases = read_cases(ground_truth)
         program = extract_program(response_text)
         if program is None:
             return Score(0.0, "", "no_answer", "no_code")
-        passed = await asyncio.gather(*(self._passes(program, case) for case in cases))
-        undecided = [why for right, why in passed if right is None]
+        results = await asyncio.gather(*(self._result(program, case) for case in cases))
+        undecided = [result for result in results if isinstance(result, CannotJudge)]
         if undecided:
             return Score(None, program, UNVERIFIED_VERDICT, f"{undecided[0]}: {len(undecided)} of {len(cases)} tests")
-        count = sum(bool(right) for right, _ in passed)
+        count = sum(map(bool, results))
         share = count / len(cases)
         acc = float(share == 1.0) if self._all_or_nothing else share
         return Score.graded(acc, program, f"tests: {count}/{len(cases)}")
@@ -100,23 +99,26 @@ class CodeVerifier:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def _passes(self, program: str, case: Case) -> tuple[bool | None, str]:
-        """Return whether the program is right; None and the reason if that is open."""
-        if case.test is not None:
-            return await self._dialogue.passes(program, case.test)
-        result = await self._run(program, case.stdin)
-        if result is None:
-            return None, SANDBOX_FAILURE
-        return result.status == "ok" and _lines(result.stdout) == _lines(case.stdout), ""
+    async def _result(self, program: str, case: Case) -> bool | CannotJudge:
+        """Return whether the program passes a test, or why that is open."""
+        try:
+            if case.test is not None:
+                return await self._dialogue.passes(program, case.test)
+            result = await self._run(program, case.stdin)
+        except CannotJudge as error:
+            return error
+        return result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
 
-    async def _run(self, program: str, stdin: str = "") -> RunResult | None:
-        """Run a program; return None if the sandbox failed without the program's fault (see `RunResult`)."""
+    async def _run(self, program: str, stdin: str = "") -> RunResult:
+        """Run a program; raise CannotJudge if the sandbox failed without the program's fault (see `RunResult`)."""
         try:
             result = await self._client.run(program, stdin=stdin, **self._limits)
         except ValueError:  # refused, as too large, say. If every program is (a wrong URL), this raises.
             await self._client.run(CONTROL_PROGRAM, **self._limits)
             return RunResult("code_error", "", "", None, 0.0, 0.0, 1, "")
-        return None if result.status == "sandbox_failure" else result
+        if result.status == "sandbox_failure":
+            raise CannotJudge("sandbox_failure")
+        return result
 
 
 def extract_program(response_text: str) -> str | None:
@@ -148,11 +150,11 @@ def read_cases(ground_truth: Any) -> list[Case]:
         tests, inputs, outputs = ([] if column is None else list(column) for column in columns)
         if tests and all(isinstance(test, str) and test.strip() for test in tests):
             return [Case(test=test) for test in tests]
-        if inputs and outputs and len(inputs) == len(outputs):
+        if inputs and outputs and len(inputs) == len(outputs) and not data.get("fn_name"):
             return [Case(stdin=str(stdin), stdout=str(out)) for stdin, out in zip(inputs, outputs, strict=True)]
     raise ValueError(
         f"The ground truth {str(ground_truth)[:200]!r} has no test cases: expected JSON with `tests`, or with `inputs` "
-        "and as many `outputs`, or a Python test. Check the data row."
+        "and as many `outputs`, or a Python test, which a row with `fn_name` needs as well. Check the data row."
     )
 
 
@@ -162,8 +164,13 @@ def refused_tests(ground_truth: Any) -> list[str]:
     Raises:
         ValueError: as for `read_cases`, or a test is not Python.
     """
-    tests = [case.test for case in read_cases(ground_truth) if case.test is not None]
-    return [why for test in tests if (why := prepare(test).refusal)]
+    reasons = []
+    for case in read_cases(ground_truth):
+        try:
+            compile_test(case.test or "")
+        except CannotJudge as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def _lines(output: str) -> list[str]:

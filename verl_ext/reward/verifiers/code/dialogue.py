@@ -1,152 +1,72 @@
-"""One test of a solution, in rounds: tests and expected values never share a process with the solution.
+"""One test of a solution, in two sandbox programs: tests and expected values never share a process with the solution.
 
-The test runs in a separate sandbox program (tests.py), where the solution's names are proxies. It asks for calls; the
-solution's program (solution.py) makes them, all from the beginning in each round, so that its state is right, and gives
-the results as plain data (values.py); the test runs again with them. Most tests take one run of the solution and one of
-the test, because a test's first requests do not depend on the solution and are remembered.
+The test (tests.py) lists its calls of the program, which do not depend on the answers and are remembered. The program
+of the solution (solution.py) makes them and prints the answers. The test runs again to check them.
 """
 
-import binascii
 import json
-import marshal
 import secrets
-import sys
-import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl_ext.reward.verifiers.code.prepare import Prepared, prepare
-from verl_ext.reward.verifiers.code.solution import LOADED, PAUSED
+from verl_ext.reward.verifiers.code.prepare import CannotJudge, compile_test
 from verl_ext.sandbox.client import RunResult
 
-SANDBOX_FAILURE = "sandbox_failure"
-MAX_ROUNDS = 30
-MAX_ANSWERS = 8 << 20  # characters of all answers of a test
-MAX_FIRST_REQUESTS = 4096  # tests whose first requests are remembered
+MAX_REMEMBERED = 4096  # tests whose calls are remembered
 
-# Runs a program in the sandbox; None if the sandbox failed without the program's fault.
-RunProgram = Callable[[str], Awaitable[RunResult | None]]
+# Runs a program in the sandbox. Raises CannotJudge if the sandbox failed without the program's fault.
+RunProgram = Callable[[str], Awaitable[RunResult]]
 
 
 class Dialogue:
-    """Runs tests against solutions.
+    """Runs tests against solutions."""
 
-    Args:
-        run: see `RunProgram`.
-        timeout_s: time that `run` gives a program; a solution gets twice as much over all rounds of a test.
-    """
-
-    def __init__(self, run: RunProgram, timeout_s: float):
+    def __init__(self, run: RunProgram):
         self._run = run
-        self._timeout_s = timeout_s
-        self._first: dict[str, dict[str, Any]] = {}
+        self._calls: dict[str, str] = {}  # of a test, packed
 
-    async def passes(self, program: str, test: str) -> tuple[bool | None, str]:
-        """Return whether a solution passes a test, and why not; None if the sandbox failed or the test cannot judge it.
+    async def passes(self, program: str, test: str) -> bool:
+        """Return whether a solution passes a test.
 
         Raises:
             ValueError: the test is not Python.
+            CannotJudge: the sandbox failed, or the test judges no program.
         """
-        prepared = prepare(test)
-        if prepared.refusal:
-            return None, prepared.refusal
-        report = self._first.get(test)
-        if report is None:
-            report = await self._run_test(prepared, [], [])
-            if report is None:
-                return None, SANDBOX_FAILURE
-            if reason := _why_no_test(report):
-                return None, reason
-            if len(self._first) >= MAX_FIRST_REQUESTS:
-                self._first.clear()
-            self._first[test] = report
-        requests: list[Any] = []
-        answers: list[str] = []
-        seconds = 0.0
-        for _ in range(MAX_ROUNDS):
-            requests = requests[: report.get("from", 0)] + report.get("need", [])
-            del answers[report.get("from", 0) :]
-            result = await self._run(solution_program(program, requests, len(answers)))
-            if result is None:
-                return None, SANDBOX_FAILURE
-            loaded, *lines = result.stdout.split("\n")
-            if loaded != LOADED:
-                return False, "the program does not load"
-            lines = lines[:-1]  # what follows the last line's end
-            paused = lines[-1:] == [PAUSED]
-            answers += lines[: len(requests) - len(answers)][: -1 if paused else None]
-            seconds += result.run_s
-            if sum(map(len, answers)) > MAX_ANSWERS:
-                return False, "the results are too large"
-            report = await self._run_test(prepared, requests, answers, paused)
-            if report is None:
-                return None, SANDBOX_FAILURE
-            if "need" not in report:
-                return report["passed"], report["why"]
-            if seconds > 2 * self._timeout_s:
-                return False, "out of time"
-        return False, f"not finished after {MAX_ROUNDS} rounds"
+        source = compile_test(test)
+        if test not in self._calls:
+            report = await self._run_test(source, None, None)
+            if "calls" not in report:
+                raise CannotJudge("the test ends before it has listed its calls of the program")
+            if len(self._calls) >= MAX_REMEMBERED:
+                self._calls.clear()
+            self._calls[test] = report["calls"]
+        calls = self._calls[test]
+        result = await self._run(_program("solution", f"serve({program!r}, unpack({calls!r}))"))
+        report = await self._run_test(source, calls, result.stdout.split("\n"))
+        return report.get("passed", False)
 
-    async def _run_test(
-        self, prepared: Prepared, requests: list[Any], answers: list[str], paused: bool = False
-    ) -> dict[str, Any] | None:
-        """Return the report of one run of a test: `passed`, or `need` and `from`; None if the sandbox failed."""
+    async def _run_test(self, source: str, calls: str | None, answers: list[str] | None) -> dict[str, Any]:
+        """Return the report of one run of a test; {} without one."""
         mark = secrets.token_hex(16)  # not known when the answers were given: no answer can hold a report
-        played = list(zip(requests, answers, strict=False))
-        if len(answers) < len(requests) and not paused:
-            played.append((requests[len(answers)], None))
-        result = await self._run(test_program(prepared, mark, played))
-        if result is None:
-            return None
-        # The last of several reports is whole, unless the test was stopped while writing it.
-        for line in reversed(result.stdout.split("\n")):
-            with suppress(ValueError, RecursionError):
-                if line.startswith(mark):
-                    return json.loads(line.removeprefix(mark))
-        return {"passed": False, "why": f"the test ended without a report: {result.status}"}
+        result = await self._run(_program("tests", f"run_test({source!r}, {mark!r}, {calls!r}, {answers!r})"))
+        report: dict[str, Any] = {}
+        for line in result.stdout.split("\n"):
+            with suppress(ValueError):  # stopped while it was written
+                report = json.loads(line.removeprefix(mark)) if line.startswith(mark) else report
+        if "refused" in report:
+            raise CannotJudge(report["refused"])
+        return report
 
 
-def _why_no_test(first: dict[str, Any]) -> str:
-    """Return why no program can pass, or fail, a test, by the report of its run without one; "" for other tests."""
-    if "unpassable" in first:
-        return first["unpassable"]
-    if "need" in first:
-        return ""
-    if first["passed"]:
-        return "a test passes and never asks the program for anything"
-    return f"a test fails before it asks the program for anything ({first['why']})"  # say, a missing import
-
-
-def solution_program(program: str, requests: list[Any], known: int) -> str:
-    """Return the sandbox program of a solution: its code and the calls to make; answers from `known` on are new."""
-    requests_json = json.dumps(requests)
-    return f"{_sources('values', 'solution')}\nserve({program!r}, json.loads({requests_json!r}), {known})\n"
-
-
-def test_program(prepared: Prepared, mark: str, played: list[tuple[Any, str | None]]) -> str:
-    """Return the sandbox program of a test: its code, and each call so far with its answer."""
-    played_json = json.dumps(played)
-    return (
-        f"{_sources('values', 'handles', 'tests')}\nrun_test({prepared.source!r}, {mark!r}, "
-        f"json.loads({played_json!r}), {prepared.functions!r}, {prepared.modules!r}, {prepared.classes!r}, "
-        f"{prepared.own_builtin!r})\n"
-    )
+def _program(name: str, last_line: str) -> str:
+    return f"{_source(name)}\n{last_line}\n"
 
 
 @cache
-def _sources(*names: str) -> str:
-    """Join modules of this folder to one program, without imports of each other; compiled if the Python is the same."""
-    folder = Path(__file__).parent
-    lines = [line for name in names for line in (folder / f"{name}.py").read_text(encoding="utf-8").split("\n")]
-    source = "\n".join(line for line in lines if not line.startswith("from verl_ext"))
-    code = marshal.dumps(compile(source, f"{names[-1]}.py", "exec"))
-    code, text = (binascii.b2a_base64(zlib.compress(data, 9)) for data in (code, source.encode()))
-    return (
-        "import binascii, marshal, sys, zlib\n"
-        f"if sys.implementation.cache_tag == {sys.implementation.cache_tag!r}:\n"
-        f"    exec(marshal.loads(zlib.decompress(binascii.a2b_base64({code!r}))))\n"
-        f"else:\n    exec(zlib.decompress(binascii.a2b_base64({text!r})))\n"
-    )
+def _source(name: str) -> str:
+    """Join values.py and another module of this folder to one program, without imports of each other."""
+    files = [Path(__file__).with_name(f"{each}.py").read_text(encoding="utf-8") for each in ("values", name)]
+    return "\n".join(line for line in "\n".join(files).split("\n") if not line.startswith("from verl_ext"))

@@ -1,172 +1,290 @@
-"""Prepare a test for the sandbox: call what a test runner would collect, and find the parts of it that may travel.
+"""Compile a test so that one run lists its calls of the program, and another one checks the answers.
 
-Without a call, functions `test_...` and unittest classes only define something, and would pass whatever the program is.
+    assert f(1) == g(2)
+
+becomes
+
+    _answer0_ = _ask_("f", 1)
+    _answer1_ = _ask_("g", 2)
+    if _judging_:
+        assert _use_(_answer0_) == _use_(_answer1_)
+
+A test whose calls depend on answers, or that needs more of the program than plain data, is refused.
 """
 
 import ast
 import builtins
+import re
 import sys
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
+from typing import NoReturn
 
-from verl_ext.reward.verifiers.code.handles import BUILTIN_NAMES
-from verl_ext.reward.verifiers.code.refusals import why_refused
+from numpy import ndarray
 
-_RUN = """
-import unittest as _unittest_
-_result_ = _unittest_.TestResult()
-_unittest_.defaultTestLoader.loadTestsFromTestCase({name}).run(_result_)
-assert _result_.wasSuccessful(), (_result_.errors + _result_.failures)[0][1]
-"""
+FORBIDDEN = set("asyncio anyio trio curio uvloop mock stdin stdout stderr redirect_stdout redirect_stderr".split())
+PLAIN = (
+    bytearray,
+    complex,
+    Counter,
+    datetime,
+    Decimal,
+    deque,
+    dict,
+    float,
+    Fraction,
+    int,
+    list,
+    ndarray,
+    range,
+    set,
+    str,
+)
+ATTRIBUTES = {name for kind in (*PLAIN, timedelta) for name in dir(kind)}  # of answers
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A test as the sandbox runs it; for the fields see `tests.run_test`."""
-
-    source: str
-    functions: list[tuple[int, str]]
-    modules: list[str]
-    classes: list[str]
-    own_builtin: str
-    refusal: str  # why it can judge no program, see refusals.py
+class CannotJudge(Exception):
+    """A test that judges no program, or a sandbox that fails; the text says why."""
 
 
 @lru_cache(maxsize=4096)
-def prepare(test: str) -> Prepared:
-    """Prepare a test so that its asserts may fail while it guesses, and find by its syntax what of it may travel.
+def compile_test(test: str) -> str:
+    """Return the source of a test as tests.py runs it.
 
     Raises:
         ValueError: the test is not Python.
+        CannotJudge: it needs more than calls with plain data.
     """
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"The test {test[:200]!r} is no Python ({error}). Check the data row.") from error
-    refusal = why_refused(tree)
-    source = ast.unparse(ast.fix_missing_locations(_TolerantAsserts().visit(_call_collected(tree))))
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    functions = [
-        (node.lineno, ast.unparse(node))
-        for node in nodes
-        if isinstance(node, ast.Lambda | ast.FunctionDef)
-        and not getattr(node, "decorator_list", [])
-        and _is_closed(node)
-    ]
-    plain = [node.id for node in nodes if isinstance(node, ast.Name)]
-    dotted = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    modules = sorted(
-        name
-        for name in set(dotted)
-        if (name in sys.stdlib_module_names or name in ("np", "numpy")) and plain.count(name) == dotted.count(name)
-    )
-    own_builtin = _own_builtin(tree, set(plain) - set(modules))
-    return Prepared(source, functions, modules, _classes(nodes), own_builtin, refusal)
+    _call_collected(tree)
+    return ast.unparse(ast.fix_missing_locations(_Compiler(tree).visit(tree)))
 
 
-def _call_collected(tree: ast.Module) -> ast.Module:
-    """Append a call of each such function and a run of each such class to the module, instead of unittest's."""
+def _refuse(node: ast.AST, what: str) -> NoReturn:
+    raise CannotJudge(f"the test {what}: {ast.unparse(node)[:80]!r} in line {getattr(node, 'lineno', 1)}")
+
+
+def _call_collected(tree: ast.Module) -> None:
+    """Append a call of each function that pytest would collect."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    calls, runs = [], []
-    for node in tree.body:
+    for node in list(tree.body):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in used:
-            calls += [] if _required_arguments(node) else [f"{node.name}()"]
-        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in node.bases):
-            runs.append(_RUN.format(name=node.name))
-    if runs:
-        tree = _WithoutMain().visit(tree)
-    tree.body += ast.parse("\n".join(calls + runs)).body
-    return tree
+            if len(node.args.posonlyargs + node.args.args) > len(node.args.defaults):
+                _refuse(node, "needs a fixture")
+            tree.body += ast.parse(f"{node.name}()").body
 
 
-def _required_arguments(node: ast.FunctionDef) -> bool:
-    arguments = node.args
-    by_position = len(arguments.posonlyargs) + len(arguments.args) > len(arguments.defaults)
-    return by_position or None in arguments.kw_defaults
+def _program_names(tree: ast.Module) -> set[str]:
+    """Return the names that a test leaves to the program; import modules of which that is not true."""
+    nodes = list(ast.walk(tree))
+    bound = {"__name__", *_bound_names(nodes)}
+    free = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in bound]
+    dotted = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    modules = {name for name in dotted if free.count(name) == dotted.count(name)}
+    modules &= sys.stdlib_module_names | {"np", "numpy"}
+    for name in sorted(modules):
+        tree.body.insert(0, ast.Import([ast.alias("numpy", "np") if name == "np" else ast.alias(name)]))
+    names = {name for name in free if not hasattr(builtins, name)} - modules
+    if names:
+        return names
+    for node in nodes:  # the program's function is named like a builtin: assert sum(10, 15) == 25, or check(sum)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            is_simple = not any(isinstance(arg, ast.Call) for arg in node.args)
+            candidates = node.args if node.func.id in bound else [node.func] if is_simple else []
+            for each in candidates:
+                if isinstance(each, ast.Name) and each.id not in bound:
+                    return {each.id}
+    return set()
 
 
-class _WithoutMain(ast.NodeTransformer):
-    """Removes calls of `unittest.main`, which would look for the classes in the program that serves the test."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        is_main = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "unittest.main"
-        return ast.Pass() if is_main else node
-
-
-class _TolerantAsserts(ast.NodeTransformer):
-    def visit_Assert(self, node: ast.Assert) -> ast.Try:
-        """Write `assert x, text` as `try: assert x`, with `except: if not _guessing_(): raise`."""
-        again = ast.If(
-            ast.UnaryOp(ast.Not(), ast.Call(ast.Name("_guessing_", ast.Load()), [], [])), [ast.Raise(None, None)], []
-        )
-        return ast.Try([ast.Assert(node.test, None)], [ast.ExceptHandler(None, None, [again])], [], [])
-
-
-def _is_closed(node: ast.AST) -> bool:
-    """Return whether a function needs only its own names and builtins."""
-    bound = _bound_names(node)
-    return all(
-        inner.id in bound or hasattr(builtins, inner.id) for inner in ast.walk(node) if isinstance(inner, ast.Name)
-    )
-
-
-def _bound_names(tree: ast.AST) -> set[str]:
-    """Return names that code defines anywhere: by assignment or import, of functions, classes and arguments."""
-    bound = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound.add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return bound
-
-
-def _classes(nodes: list[ast.AST]) -> list[str]:
-    """Return names with a capital letter that the test uses as classes.
-
-    The test reads an attribute of an instance that no number, string or container has, or compares two instances.
-    """
-
-    def makes(node: ast.AST) -> str:
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        return node.func.id if is_call and node.func.id.lstrip("_")[:1].isupper() else ""
-
-    made = {  # variable -> class
-        target.id: makes(node.value)
-        for node in nodes
-        if isinstance(node, ast.Assign) and makes(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found = set()
+def _bound_names(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield the names that code defines anywhere: by assignment or import, of functions, classes and arguments."""
     for node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr not in BUILTIN_NAMES:
-            found.add(made.get(node.value.id, "") if isinstance(node.value, ast.Name) else makes(node.value))
-        elif isinstance(node, ast.Compare):
-            names = [{makes(inner) for inner in ast.walk(side)} for side in (node.left, node.comparators[-1])]
-            found |= names[0] & names[1]
-    return sorted(found - {""})
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
+            yield node.name or ""
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]
 
 
-def _own_builtin(tree: ast.Module, names: set[str]) -> str:
-    """Return the builtin whose name the solution takes (`assert sum(10, 15) == 25`); "" if the test has other names.
+def _name(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
 
-    It is at most one name: the test uses others, such as abs, for its checks.
-    """
-    bound = _bound_names(tree) | {"_guessing_"}
-    if any(not hasattr(builtins, name) for name in names - bound):
-        return ""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    for call in calls:  # check(sum)
-        argument = call.args[0] if len(call.args) == 1 else None
-        if call.func.id in bound and isinstance(argument, ast.Name) and argument.id not in bound:
-            return argument.id
-    for call in calls:
-        if call.func.id not in bound and not any(isinstance(n, ast.Call) for arg in call.args for n in ast.walk(arg)):
-            return call.func.id
-    return ""
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _root(node: ast.AST) -> str:
+    """Return `x` for `x`, `x.y`, `x[0]` and `x(1)`."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_class(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id.lstrip("_")[:1].isupper()
+
+
+class _Compiler(ast.NodeTransformer):
+    """Moves calls of the program before the statements that use their answers; refuses a test if it cannot."""
+
+    def __init__(self, tree: ast.Module):
+        self._program = _program_names(tree)
+        self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self._aliases: set[str] = set()  # parameters of the test's functions that are functions of the program
+        while found := set(self._find_aliases(tree)) - self._aliases:
+            self._aliases |= found
+        self._answers = {"_use_"}  # names that hold answers
+        self._given: set[str] = set()  # names that calls of the program got
+        self._count = 0
+        self._calls: list[ast.stmt] | None = None  # of the present statement; None where it may have none
+        self._num_objects = 0  # calls in the present statement of what looks like a class
+        self._is_argument = False  # within the arguments of a call
+
+    def _find_aliases(self, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._functions:
+                parameters = self._functions[node.func.id].args
+                names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
+                yield from (name for name, arg in zip(names, node.args, strict=False) if self._is_program(arg))
+
+    def _is_program(self, node: ast.AST) -> bool:
+        """Return whether an expression is a function of the program: `f`, `Solution().f` or a parameter."""
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
+            made = node.value
+            return _is_class(made.func) and self._is_program(made.func) and not made.args and not made.keywords
+        return isinstance(node, ast.Name) and node.id in self._program | self._aliases
+
+    def _is_answer(self, node: ast.expr) -> bool:
+        """Return whether an expression is an answer, or a part of one."""
+        return _root(node) in self._answers
+
+    # Statements.
+
+    def _part(self, value: ast.expr) -> tuple[ast.expr, list[ast.stmt]]:
+        """Return an expression in which answers are names, and the calls that give them."""
+        self._calls, self._num_objects = [], 0
+        value, calls, self._calls = self.visit(value), self._calls, None
+        return value, calls
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        test, calls = self._part(node.test)
+        if not _names(test) & self._answers and (given := _names(test) & self._given):
+            _refuse(node, f"looks at {given.pop()!r} after the program got it")
+        return [*calls, ast.If(_name("_judging_"), [ast.Assert(test)], [])]
+
+    def visit_Expr(self, node: ast.Expr) -> list[ast.stmt]:
+        if self._is_program(getattr(node.value, "func", None)):
+            _refuse(node, "calls the program without looking at the answer")
+        value, calls = self._part(node.value)
+        if not _names(value) & self._answers:
+            return [ast.Expr(value)]
+        if getattr(getattr(node.value, "func", None), "attr", "") in ATTRIBUTES:  # numbers.append(f(1))
+            self._answers.add(_root(node.value))
+        return [*calls, ast.If(_name("_judging_"), [ast.Expr(value)], [])]
+
+    def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
+        value, calls = self._part(node.value)
+        if _names(value) & self._answers:
+            self._answers |= {_root(target) for target in node.targets}
+            if not self._is_program(getattr(node.value, "func", None)):
+                value = ast.IfExp(_name("_judging_"), value, _name("_later_"))
+        return [*calls, ast.Assign([self.visit(target) for target in node.targets], value, lineno=0)]
+
+    def visit_For(self, node: ast.For | ast.If | ast.While) -> ast.AST:
+        condition = node.iter if isinstance(node, ast.For) else node.test
+        if _names(condition) & self._answers:
+            _refuse(condition, "does what depends on an answer")
+        return self.generic_visit(node)
+
+    visit_If = visit_While = visit_For
+
+    def visit_With(self, node: ast.With | ast.Try | ast.ClassDef) -> ast.AST:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and self._is_program(each.func):
+                _refuse(each, "calls the program in a class, or where it may expect an error")
+        return self.generic_visit(node)
+
+    visit_Try = visit_ClassDef = visit_With
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> ast.AST:
+        if FORBIDDEN & set(re.findall(r"\w+", ast.unparse(node))):
+            _refuse(node, "needs coroutines, or what the program prints or uses")
+        return node
+
+    visit_ImportFrom = visit_Import
+
+    # Expressions.
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if self._is_program(node.func):
+            return self._ask(node)
+        is_own = isinstance(node.func, ast.Name) and node.func.id in self._functions
+        node.args = [self._function(arg) if is_own and self._is_program(arg) else self.visit(arg) for arg in node.args]
+        node.keywords = [self.visit(each) for each in node.keywords]
+        node.func = self.visit(node.func)
+        if self._is_answer(node.func) and not isinstance(node.func, ast.Attribute):
+            _refuse(node, "calls what the program returned")
+        return node
+
+    def _ask(self, node: ast.Call) -> ast.expr:
+        if self._calls is None:
+            _refuse(node, "calls the program elsewhere than in an assert or an assignment")
+        if not self._is_argument and _is_class(node.func):
+            self._num_objects += 1
+            if self._num_objects > 1 or not (node.args or node.keywords):
+                _refuse(node, "uses objects of the program")
+        outer, self._is_argument = self._is_argument, True
+        args, keywords = [self.visit(arg) for arg in node.args], [self.visit(each) for each in node.keywords]
+        self._is_argument = outer
+        for arg in args:
+            if isinstance(arg, ast.Lambda | ast.GeneratorExp) or getattr(arg, "id", None) in self._functions:
+                _refuse(node, "gives the program what is no plain data")
+        self._given |= {arg.id for arg in args if isinstance(arg, ast.Name)}
+        answer, self._count = _name(f"_answer{self._count}_"), self._count + 1
+        call = ast.Call(_name("_ask_"), [self._function(node.func), *args], keywords)
+        self._calls.append(ast.Assign([answer], call, lineno=0))
+        return answer if outer else ast.Call(_name("_use_"), [answer], [])
+
+    def _function(self, node: ast.expr) -> ast.expr:
+        is_alias = isinstance(node, ast.Name) and node.id in self._aliases
+        return node if is_alias else ast.Constant(ast.unparse(node))
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if isinstance(node.ctx, ast.Load) and self._is_program(node):
+            _refuse(node, "uses a name of the program other than to call it")
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        node.value = self.visit(node.value)
+        if node.attr in FORBIDDEN:
+            _refuse(node, "needs what the program prints")
+        if self._is_answer(node.value) and node.attr not in ATTRIBUTES:
+            _refuse(node, f"uses {node.attr!r} of what the program returned")
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
+        calls, self._calls = self._calls, None
+        self.generic_visit(node)
+        self._calls = calls
+        return node
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> ast.expr:
+        first = node.generators[0]
+        once, first.iter = self.visit(first.iter), ast.Constant(None)
+        self.visit_Lambda(node)
+        first.iter = once
+        return node
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
