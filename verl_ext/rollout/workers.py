@@ -6,12 +6,11 @@ short rollout this is more work than the rollout itself.
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,15 +31,14 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_ext.episode import Episode, EpisodeKey, Reward
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, STOPS_RUN, RolloutEnd
-from verl_ext.records.recorder import Group, costs_nothing, pack
-from verl_ext.records.trajectories import problem_columns, to_record
-from verl_ext.reward.numbers import BrokenReward, checked_reward
+from verl_ext.episode import Episode, EpisodeKey
+from verl_ext.outcome import STOPS_RUN, RolloutEnd
+from verl_ext.reward.numbers import BrokenReward
 from verl_ext.rollout import recorder_actor
 from verl_ext.rollout.client import AsyncTurnClient, TurnClient
-from verl_ext.rollout.loop import RETRY_PAUSE_S
-from verl_ext.rollout.rows import of_outputs, to_outputs
+from verl_ext.rollout.group_reports import GroupReports, RunningGroup
+from verl_ext.rollout.rows import to_outputs
+from verl_ext.rollout.scored import ScoredEpisodes
 from verl_ext.settings import FailedSamples
 
 logger = logging.getLogger(__name__)
@@ -51,18 +49,6 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 SEND_AFTER_S = {"sync": 5.0, "colocate_async": 0.25, "separate_async": 0.25}
 
 STATUS_PAUSES_S = (1.0, 5.0, 25.0)  # before each try to store the status of a prompt that could not be stored
-
-
-@dataclass(eq=False)
-class _RunningGroup:
-    """The rollouts of one prompt that have ended, until the last one has."""
-
-    running: int
-    validate: bool
-    keys: list[str] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    tags: list[dict[str, Any]] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)  # in the order of their ends, raised ones as well
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
@@ -81,20 +67,20 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 "images or distillation is on. Use verl's own workers: rollout.agent.agent_loop_manager_class=null and "
                 "retool.recorder.enable=false."
             )
-        self._shared_loops: dict[str, AgentLoopBase] = {}
-        self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
+        self.loops: dict[str, AgentLoopBase] = {}  # those that all episodes of a name share
+        self.stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
+        score = None  # verl's reward workers score
         if self.config.reward.reward_model.enable:
-            self._stored_columns.append("raw_prompt")
-            self._score_episode = None  # verl's reward workers score
+            self.stored_columns.append("raw_prompt")
         else:
-            self._score_episode = getattr(load_reward_manager(self.config, self.tokenizer), "score_episode", None)
-        if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
+            score = getattr(load_reward_manager(self.config, self.tokenizer), "score_episode", None)
+        retries = FailedSamples.from_config(self.config).retries
+        self.scored = ScoredEpisodes(score, super()._compute_score, retries)
+        mode, self.reports = self.config.trainer.v1.trainer_mode, None
+        if mode == "sync" and number_of_slots(self.config) == 1:
             self.llm_client.keep_server()
-        self._recorder = recorder_actor.find() if self.config.retool.recorder.enable else None
-        self._sending_s = 0.0  # CPU time of the newest message to it, which the next one reports
-        self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
-        self._under_way: set[_RunningGroup] = set()
-        self._unsent: list[tuple[_RunningGroup, dict[str, Any]]] = []
+        if self.config.retool.recorder.enable and (recorder := recorder_actor.find()):
+            self.reports = GroupReports(recorder, SEND_AFTER_S[mode])
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -106,15 +92,17 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
-        group = _RunningGroup(running=prompt.get("__rollout_n__", n), validate=trajectory["validate"])
-        self._under_way.add(group)
+        group = RunningGroup(running=prompt.get("__rollout_n__", n), validate=trajectory["validate"])
+        if self.reports:
+            self.reports.begin(group)
         try:
             await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
         except Exception:  # of TransferQueue, whatever it is
             logger.exception("Error in _run_prompt: the status of the prompt %s could not be stored", prompt["uid"])
             await self._store_failure(prompt["uid"], "val" if trajectory["validate"] else "train")
         finally:
-            self._under_way.discard(group)
+            if self.reports:
+                self.reports.drop(group)
 
     async def _store_failure(self, uid: str, partition_id: str) -> None:
         for pause_s in STATUS_PAUSES_S:
@@ -132,7 +120,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         trajectory: dict[str, Any],
         *,
         agent_name: str,
-        running_group: _RunningGroup,
+        running_group: RunningGroup,
         trace: bool = False,
         **sample: Any,
     ) -> None:
@@ -141,12 +129,12 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         Raises:
             KeyError: no loop of that name is registered.
         """
-        agent_loop = self._shared_loops.get(agent_name) or self._make_loop(agent_name)
+        agent_loop = self.loops.get(agent_name) or self.make_loop(agent_name)
         group, validate, started = running_group, trajectory["validate"], time.time()
         key = EpisodeKey(sample["uid"], sample["session_id"])
         episode = None  # if this task is cancelled
         try:
-            episode = await self._roll_out(agent_loop, sampling_params, validate, key, sample)
+            episode = await self.scored.take(agent_loop, sampling_params, key, sample, validate=validate)
             episode.started_s = started
             self._add_rows(group, episode, sample)
         except Exception as error:  # whatever it is: it is recorded and passed on to verl
@@ -158,69 +146,18 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 await tq.async_kv_put(key=str(key), partition_id="val" if validate else "train", tag=tag)
             raise
         finally:
-            if self._recorder is not None and episode:
+            if self.reports and episode:
                 episode.ended_s = time.time()
                 group.episodes.append(episode)
             group.running -= 1
-            if group.running == 0:
-                self._under_way.discard(group)
-                if group.episodes:
-                    self._send(group, sample)
+            if group.running == 0 and group.episodes:
+                self.reports.end(group, sample)
             if group.running == 0 and group.keys:  # even if this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
                 partition = "val" if validate else "train"
                 await tq.async_kv_batch_put(keys=group.keys, fields=rows, tags=group.tags, partition_id=partition)
 
-    async def _roll_out(
-        self,
-        agent_loop: AgentLoopBase,
-        sampling_params: dict[str, Any],
-        validate: bool,
-        key: EpisodeKey,
-        sample: dict[str, Any],
-    ) -> Episode:
-        """Return one episode, scored.
-
-        A validation retries what failed because of the infrastructure, at most `retool.validation.retries` times; the
-        last try stands. The loop repeats a call of a tool, this method a verification. Only a rollout that was aborted
-        or raised is sampled anew: drawing responses until one is easy to verify, or needs no sandbox, would bias the
-        figures. In training the sampler replaces whole groups.
-        """
-        retries = FailedSamples.from_config(self.config).retries if validate else 0
-        extra = {"call_retries": retries} if validate else {}
-        episode: Episode | None = None
-        for number in itertools.count(1):
-            try:
-                if episode is None:
-                    episode = await self._new_episode(agent_loop, sampling_params, key, sample | extra)
-                await self._score(episode, sample)
-            except Exception as error:  # whatever it is: the last try raises it
-                if number > retries or isinstance(error, BrokenReward):
-                    raise
-                cause = f"raised {error!r}"
-            else:
-                cause = episode.end if episode.end in INFRASTRUCTURE_FAILURES else None
-                if cause in (None, RolloutEnd.SANDBOX_FAILURE) or number > retries:
-                    return episode
-                if cause == RolloutEnd.UNVERIFIED:
-                    episode.reward = None
-                else:
-                    episode = None
-            logger.warning(
-                "validation: sample %s of problem %s failed (%s); trying again (%d of %d)",
-                *(key.session, key.uid, cause, number, retries),
-            )
-            await asyncio.sleep(RETRY_PAUSE_S * number)
-
-    async def _new_episode(
-        self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], key: EpisodeKey, sample: dict[str, Any]
-    ) -> Episode:
-        if hasattr(agent_loop, "roll_out"):
-            return await agent_loop.roll_out(sampling_params, **sample)
-        output = await agent_loop.run(sampling_params, **sample)
-        return of_outputs(key, output if isinstance(output, list) else [output])
-
-    def _make_loop(self, agent_name: str) -> AgentLoopBase:
+    def make_loop(self, agent_name: str) -> AgentLoopBase:
         if agent_name not in _agent_loop_registry:
             raise KeyError(f"There is no agent loop {agent_name!r}; expected one of {sorted(_agent_loop_registry)}.")
         agent_loop = instantiate(
@@ -235,15 +172,15 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             tools=ToolListWrap(self.tools),
         )
         if getattr(agent_loop, "shared", False):
-            self._shared_loops[agent_name] = agent_loop
+            self.loops[agent_name] = agent_loop
         return agent_loop
 
-    def _add_rows(self, group: _RunningGroup, episode: Episode, sample: dict[str, Any]) -> None:
+    def _add_rows(self, group: RunningGroup, episode: Episode, sample: dict[str, Any]) -> None:
         """Do as verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), except that the outputs are already scored, the rows
         wait for their group, and data columns that nothing reads later are left out: the actor would fetch each.
         """
         for number, output in enumerate(to_outputs(episode)):
-            row = output.as_dict() | {name: sample[name] for name in self._stored_columns if name in sample}
+            row = output.as_dict() | {name: sample[name] for name in self.stored_columns if name in sample}
             row.pop("multi_modal_data", None)
             row["loss_mask"] = row["response_mask"]
             row["input_ids"] = torch.cat([row["prompts"], row["responses"]])
@@ -261,48 +198,6 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     "max_global_steps": output.extra_fields.get("max_global_steps"),
                 }
             )
-
-    def _send(self, group: _RunningGroup, sample: dict[str, Any]) -> None:
-        """Send a group to the recorder, together with those that end soon after: a message costs more than a group."""
-        self._unsent.append((group, sample))
-        if not any(each.validate == group.validate for each in self._under_way):  # then the step or run may be over
-            self._send_all()
-        elif len(self._unsent) == 1:
-            asyncio.get_running_loop().call_later(self._send_after_s, self._send_all)
-
-    def _send_all(self) -> None:
-        """Make the rows here, one after the other: between other work a row takes more than twice the time."""
-        ended, self._unsent = self._unsent, []
-        began, groups = time.thread_time(), []
-        for group, sample in ended:
-            with costs_nothing("made"):
-                problem = problem_columns(sample, validate=group.validate)
-                packed = pack([problem | to_record(episode) for episode in group.episodes])
-                groups.append(Group(sample["uid"], sample["global_steps"], group.validate, packed))
-        with costs_nothing("sent"):
-            if groups:
-                made = time.thread_time()
-                self._recorder.groups.remote(groups, self._sending_s + made - began)
-                self._sending_s = time.thread_time() - made
-
-    async def _score(self, episode: Episode, sample: dict[str, Any]) -> None:
-        """Do as verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker.
-
-        If the manager does not say how a rollout ended, it is added: validations would count failed ones as wrong.
-        """
-        started = time.perf_counter()
-        reward = episode.reward  # of another project's loop that scores itself
-        if reward is None and self._score_episode is not None:
-            reward = await self._score_episode(episode, sample)
-        elif reward is None or reward.score is None:
-            outputs = to_outputs(episode)
-            await super()._compute_score(outputs, sample)
-            reward = Reward(outputs[-1].reward_score, outputs[-1].extra_fields.get("reward_extra_info") or {})
-        info = dict(reward.info)
-        if info and episode.finish_reason:
-            info.setdefault("finish_reason", str(episode.finish_reason))
-        episode.reward = Reward(checked_reward(reward.score, info, sample), info)
-        episode.score_s += time.perf_counter() - started
 
 
 class LeanAgentLoopManager(AgentLoopManagerTQ):

@@ -22,7 +22,10 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
     import transfer_queue
 
     from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse, Turn
+    from verl_ext.rollout.group_reports import GroupReports
+    from verl_ext.rollout.scored import ScoredEpisodes
     from verl_ext.rollout.workers import LeanAgentLoopWorker
+    from verl_ext.settings import FailedSamples
 
     stored: list[tuple[str, Any]] = []
     asked: list[int | None] = []  # of the loop, as `call_retries`
@@ -56,6 +59,15 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
                 prompt="1+1?",
             )
 
+    class Worker(LeanAgentLoopWorker):
+        """Without a model: verl's constructor loads one."""
+
+        def __init__(self, config: Any, loop: Loop, score: Any, recorder: Any) -> None:
+            self.config, self.loops = config, {"retool_code": loop}
+            self.stored_columns, self.reward_loop_worker_handles = ["uid", "reward_model"], None
+            self.scored = ScoredEpisodes(score, self._compute_score, FailedSamples.from_config(config).retries)
+            self.reports = GroupReports(recorder, 5.0) if recorder else None
+
     def run(
         samples: list,
         recorder: Any = None,
@@ -65,16 +77,11 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         uids: tuple[str, ...] = ("p",),
         **prompt: Any,
     ) -> list[tuple[str, Any]]:
-        worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
         rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
         if validate:
             rollout["val_kwargs"]["n"] = len(samples)
-        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
-        worker._stored_columns, worker._score_episode = ["uid", "reward_model"], score
-        worker._recorder, worker._under_way, worker._unsent, worker._send_after_s = recorder, set(), [], 5.0
-        worker._sending_s = 0.0
-        worker.reward_loop_worker_handles = None
-        worker._shared_loops = {"retool_code": Loop(samples)}
+        config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
+        worker = Worker(config, Loop(samples), score, recorder)
         prompt = {"agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
 
         async def run_all() -> None:

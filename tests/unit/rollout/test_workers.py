@@ -92,12 +92,11 @@ def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(rol
 @pytest.mark.parametrize(("told", "expected"), [({}, "sandbox_failure"), ({"finish_reason": "its word"}, "its word")])
 def test_a_reward_manager_that_does_not_say_how_a_rollout_ended_gets_it_added(told: dict, expected: str) -> None:
     """Validations read it there (trainer/failed_samples.py): a lost sandbox would be a wrong answer."""
-    from verl_ext.rollout.workers import LeanAgentLoopWorker
+    from verl_ext.rollout.scored import ScoredEpisodes
 
-    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     reward = Reward(0.0, {"acc": 0.0, **told})
     episode = Episode(EpisodeKey("u", 0), finish_reason="sandbox_failure", reward=reward)
-    asyncio.run(worker._score(episode, {}))
+    asyncio.run(ScoredEpisodes(None, None, 0).score(episode, {}))
     assert episode.reward.info == {"acc": 0.0, "finish_reason": expected}
 
 
@@ -121,14 +120,14 @@ def failing(*ends: Any):
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that the worker would have waited."""
-    from verl_ext.rollout import workers as manager
+    from verl_ext.rollout import scored
 
     waited = []
 
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(manager, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(scored, "asyncio", SimpleNamespace(sleep=sleep))
     return waited
 
 
@@ -189,6 +188,18 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_and_not_sampled
     assert extra["reward_extra_info"]["unverified"] == float(judged_at == 4)
 
 
+def make_worker(config: dict, tokenizer: Any = None) -> Any:
+    """A worker without a model, which verl's constructor would load."""
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    class Worker(LeanAgentLoopWorker):
+        def __init__(self) -> None:
+            self.config, self.tokenizer, self.loops, self.tools = OmegaConf.create(config), tokenizer, {}, []
+            self.llm_client = self.processor = self.hf_model_type = self.dataset_cls = None
+
+    return Worker()
+
+
 @pytest.mark.parametrize(
     ("agent_name", "configured", "protocol"),
     [
@@ -201,36 +212,28 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_and_not_sampled
 def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, configured, protocol, tokenizer) -> None:
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-    from verl_ext.rollout.workers import LeanAgentLoopWorker
     from verl_ext.settings import compose_run
 
     config = compose_run("tiny_dapo")
     rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
     rollout["agent"] = config.actor_rollout_ref.rollout.agent
     retool = OmegaConf.merge(config.retool, {"protocol": configured, "recorder": {"enable": True}})
-    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
-    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
-    worker._shared_loops, worker.tools = {}, []
-    worker.llm_client = worker.processor = worker.hf_model_type = worker.dataset_cls = None
-    worker.tokenizer = tokenizer
+    worker = make_worker({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}}, tokenizer)
     path = ROOT / config.actor_rollout_ref.rollout.agent.agent_loop_config_path
     for loop in OmegaConf.load(path):  # as verl's worker reads it
         _agent_loop_registry[loop.name] = loop
 
     async def make():
-        return worker._make_loop(agent_name)
+        return worker.make_loop(agent_name)
 
     loop = asyncio.run(make())
     assert type(loop.protocol).__name__ == protocol
-    assert worker._shared_loops[agent_name] is loop
+    assert worker.loops[agent_name] is loop
 
 
 def test_an_unknown_agent_loop_is_named() -> None:
-    from verl_ext.rollout.workers import LeanAgentLoopWorker
-
-    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     with pytest.raises(KeyError, match="There is no agent loop 'no_such'"):
-        worker._make_loop("no_such")
+        make_worker({}).make_loop("no_such")
 
 
 @pytest.mark.parametrize(("workers", "gpus", "watched"), [(2, 1, False), (1, 2, False), (1, 1, True)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.rollout.rollouts import samples_of
+from verl_ext.rollout.group_reports import GroupReports, RunningGroup
 
 SENDING_S = 0.02
 
@@ -46,22 +47,23 @@ def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(ro
 
 
 async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_one_waits_for_none() -> None:
-    from verl_ext.rollout.workers import LeanAgentLoopWorker
+    recorder = Recorder()
+    reports = GroupReports(recorder, send_after_s=0.05)
+    groups = {uid: RunningGroup(1, validate=False) for uid in "abcd"}
+    for group in (RunningGroup(1, validate=True), *groups.values()):  # a validation's, for which none of these waits
+        reports.begin(group)
 
-    worker, recorder = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), Recorder()
-    worker._recorder, worker._unsent, worker._send_after_s, worker._sending_s = recorder, [], 0.05, 0.0
+    def end(uid: str) -> None:
+        reports.end(groups[uid], {"uid": uid, "global_steps": 1})
 
-    def end(uid: str, others: int) -> None:
-        worker._under_way = [SimpleNamespace(validate=True)] + others * [SimpleNamespace(validate=False)]
-        worker._send(SimpleNamespace(episodes=[], validate=False), {"uid": uid, "global_steps": 1})
-
-    end("a", 2)
-    end("b", 1)
+    end("a")
+    end("b")
     assert recorder.sent == []
-    await asyncio.sleep(0.2)
-    end("c", 1)
-    end("d", 0)
-    await asyncio.sleep(0.2)  # the timer finds nothing left
+    while not recorder.sent:
+        await asyncio.sleep(0.01)
+    end("c")
+    end("d")
+    await asyncio.sleep(0.1)  # the timer finds nothing left
     assert [[group.uid for group in groups] for groups in recorder.sent] == [["a", "b"], ["c", "d"]]
     assert recorder.cpu_s[0] < SENDING_S < recorder.cpu_s[1], "to send a message counts in the next one"
 

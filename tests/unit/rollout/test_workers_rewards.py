@@ -42,11 +42,11 @@ def test_a_reward_that_is_not_a_number_stops_the_run_with_a_sentence(
 
 @pytest.mark.parametrize("value", [True, np.float32(1), np.bool_(True), np.array([1.0])])
 async def test_what_is_a_number_becomes_a_float(value: Any) -> None:
-    from verl_ext.rollout.workers import LeanAgentLoopWorker
+    from verl_ext.rollout.scored import ScoredEpisodes
 
-    worker, info = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), {"acc": value, "score": value, "pred": "x"}
+    info = {"acc": value, "score": value, "pred": "x"}
     episode = Episode(EpisodeKey("u", 0), reward=Reward(value, info), score_s=0.5)  # of a loop that scores
-    await worker._score(episode, {})
+    await ScoredEpisodes(None, None, 0).score(episode, {})
     score, info = episode.reward.score, episode.reward.info
     assert [type(each) for each in (score, info["acc"], info["score"])] == [float] * 3
     assert score == info["acc"] == info["score"] == 1.0 and info["pred"] == "x"
