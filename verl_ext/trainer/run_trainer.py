@@ -93,7 +93,7 @@ class RunTrainer(RunUpdates, RunValidation):
             make_repeatable(self)
         buffer = self.replay_buffer
         self._sampler = buffer if isinstance(buffer, DapoReplayBuffer) else None
-        self._fleet: Fleet | None = None  # if servers are watched
+        self.fleet: Fleet | None = None  # if servers are watched
         self.members: Members | None = None  # if servers come and go
         self._failed_samples = FailedSamples.from_config(config)
         # Such a run validates any checkpoint, perhaps alongside the run that trains: it keeps that run's files, and
@@ -140,8 +140,8 @@ class RunTrainer(RunUpdates, RunValidation):
             weights = FleetCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
             self.standalone_checkpoint_manager = weights
             folder = Path(self.config.trainer.default_local_dir)
-            self._fleet = Fleet.of_run(None if self._only_validates else folder, limits, weights, manager)
-            self._fleet.watch()
+            self.fleet = Fleet.of_run(None if self._only_validates else folder, limits, weights, manager)
+            self.fleet.watch()
             if self._sampler:
                 self._sampler.checks.append(weights.check)
 
@@ -154,7 +154,7 @@ class RunTrainer(RunUpdates, RunValidation):
         return self.llm_server_manager.get_client(client_cls=client)
 
     def _rollout_server_managers(self) -> list[Any]:
-        if self._fleet:
+        if self.fleet:
             weights = self.standalone_checkpoint_manager
             living = [each for each in weights.replicas if each not in weights.dead]
             self.standalone_server_manager.rollout_replicas = living
@@ -185,8 +185,8 @@ class RunTrainer(RunUpdates, RunValidation):
             with self.members.obeying(folder) if self.members else nullcontext():
                 super().fit(agent_loop_manager)
         finally:
-            if self._fleet:
-                self._fleet.close()
+            if self.fleet:
+                self.fleet.close()
             self.observers.close()
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
@@ -201,12 +201,12 @@ class RunTrainer(RunUpdates, RunValidation):
 
     def on_sample_begin(self) -> None:
         super().on_sample_begin()
-        if self._fleet:
-            self._fleet.actor_waits(is_exact=self.local_trigger_step == 0)
+        if self.fleet:
+            self.fleet.actor_waits(is_exact=self.local_trigger_step == 0)
 
     def on_sample_end(self) -> None:
-        if self._fleet:
-            self._fleet.actor_works()
+        if self.fleet:
+            self.fleet.actor_works()
         super().on_sample_end()
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ class RunValidation(PPOTrainer):
     _failed_samples: FailedSamples
     observers: Observers
     _options: Options
-    _fleet: Fleet | None
+    fleet: Fleet | None
     _is_light = False  # whether the current validation is a light one
     _is_void = False  # whether the newest validation is void
 
@@ -38,16 +38,16 @@ class RunValidation(PPOTrainer):
         light = plan is not None and plan.is_light(step, self.total_training_steps)
         self._is_void = False
         self._validated: set[str] = set()
-        if self._fleet:
-            self._fleet.actor_waits(is_exact=True)
+        if self.fleet:
+            self.fleet.actor_waits(is_exact=True)
         try:
             metrics = self._validate_lightly(plan.light) if light else super()._validate()
         except NothingStored as error:
             logger.warning("step %d: validation: %s This validation is void.", step, error)
             metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
         finally:
-            if self._fleet:
-                self._fleet.actor_works()
+            if self.fleet:
+                self.fleet.actor_works()
         metrics.update(self.observers.tell(Validated(step, metrics, frozenset(self._validated), light, self._is_void)))
         if watch and not self._is_void and (reason := watch.reason()):
             logger.warning("early stop: the run ends after step %d because %s.", step, reason)

@@ -60,18 +60,14 @@ def test_servers_are_watched_and_asked_by_a_client_that_continues_elsewhere(star
     assert isinstance(trainer.standalone_checkpoint_manager, FleetCheckpointManager)
     client = trainer.get_llm_client()
     assert type(client) is FleetClient and client.limits.attempts == 5
-    assert isinstance(client._load_balancer, Balancer) and trainer._fleet._router is client._load_balancer
     assert read_servers(tmp_path).alive == {"1.2.3.4:5"}
 
 
 def test_a_validation_of_the_run_leaves_its_journal_of_servers_as_it_is(started, tmp_path):
     from verl_ext.ledger.servers import read_servers
 
-    trainer = started(*ON, "trainer.val_only=true")
+    started(*ON, "trainer.val_only=true")
     assert read_servers(tmp_path) is None
-    trainer._fleet._events.append(("died", "1.2.3.4:5", "its engine is dead"))
-    trainer._fleet._write_events()
-    assert read_servers(tmp_path) is None and not trainer._fleet._events
 
 
 def test_without_it_servers_are_not_watched(started, tmp_path):
@@ -79,7 +75,7 @@ def test_without_it_servers_are_not_watched(started, tmp_path):
     from verl_ext.rollout.client import AsyncTurnClient
 
     trainer = started("retool.fleet.health.enable=false")
-    assert type(trainer.get_llm_client()) is AsyncTurnClient and trainer._fleet is None
+    assert type(trainer.get_llm_client()) is AsyncTurnClient and trainer.fleet is None
     assert isinstance(trainer.standalone_checkpoint_manager, SimpleNamespace) and read_servers(tmp_path) is None
 
 
@@ -88,15 +84,26 @@ def test_a_run_whose_servers_cannot_be_watched_stops_at_its_start(make):
         make(*ON)
 
 
-def test_newcomers_come_in_while_the_trainer_waits_for_rollouts(started):
+@pytest.fixture
+def told(monkeypatch):
+    """What the trainer tells the watcher of servers: whether newcomers would get exact weights, and its work."""
+    from verl_ext.fleet.recovery import Fleet
+
+    told = []
+    monkeypatch.setattr(Fleet, "actor_waits", lambda self, *, is_exact: told.append(is_exact))
+    monkeypatch.setattr(Fleet, "actor_works", lambda self: told.append("works"))
+    return told
+
+
+def test_newcomers_come_in_while_the_trainer_waits_for_rollouts(started, told):
     trainer = started(*ON)
-    fleet, trainer._step_sample_wait_seconds = trainer._fleet, 0.0  # of on_step_begin
+    trainer._step_sample_wait_seconds = 0.0  # of on_step_begin
     for mini_batch, is_exact in ((0, True), (1, False)):  # at 1 the actor has learned since its weights were sent
         trainer.local_trigger_step = mini_batch
         trainer.on_sample_begin()
-        assert (fleet._actor_is_idle, fleet._is_exact) == (True, is_exact)
+        assert told == [is_exact]
         trainer.on_sample_end()
-        assert not fleet._actor_is_idle
+        assert told.pop() == "works" and told.pop() is is_exact
 
 
 def test_the_wait_for_rollouts_ends_if_the_watching_has_failed(started):
@@ -106,15 +113,13 @@ def test_the_wait_for_rollouts_ends_if_the_watching_has_failed(started):
         trainer.replay_buffer._wait_for_next_poll("train", 0.0)
 
 
-def test_newcomers_come_in_while_a_validation_runs(started, monkeypatch):
+def test_newcomers_come_in_while_a_validation_runs(started, told, monkeypatch):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    trainer, seen = started(*ON), []
-    monkeypatch.setattr(
-        PPOTrainer, "_validate", lambda self: seen.append((self._fleet._actor_is_idle, self._fleet._is_exact)) or {}
-    )
+    trainer = started(*ON)
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: told.append("validates") or {})
     trainer._validate()
-    assert seen == [(True, True)] and not trainer._fleet._actor_is_idle
+    assert told == [True, "validates", "works"]
 
 
 def test_profiling_asks_the_servers_that_are_there(started, monkeypatch):
