@@ -12,15 +12,16 @@ import random
 import sys
 from pathlib import Path
 
-from verl_ext.datasets.mawps import split_fold
 from verl_ext.datasets.problems import Problem, read_problems
 from verl_ext.datasets.rows import DataError
-from verl_ext.datasets.worked import NO_TOOL, PROTOCOL, Worked, problem_of, split_apart, write_task
 
-sys.path.insert(0, str(Path(__file__).parent))
-from word_problems import make_problems  # noqa: E402  next to this file
+DATA = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(DATA / "small"), str(DATA)]
+from prepare_mawps import split_fold  # noqa: E402
+from word_problems import make_problems  # noqa: E402
+from worked import NO_TOOL, PROTOCOL, Worked, problem_of, split_apart, write_task  # noqa: E402
 
-SVAMP = Path(__file__).resolve().parents[1] / "svamp" / "svamp.jsonl"
+SVAMP = DATA / "svamp" / "svamp.jsonl"
 TEST_SEED = 1604  # the test does not depend on --seed: runs with different seeds are compared on the same problems
 
 

@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_ext.datasets.arithmetic import evaluate, plain, run
-from verl_ext.datasets.worked import Worked
+from arithmetic import evaluate, plain, run  # of data/, as `worked`
+from worked import Worked
 
 TEMPLATES = Path(__file__).with_name("templates.txt")
 SETS = ("sft", "rl", "test")

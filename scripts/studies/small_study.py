@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from data import arithmetic
 from scripts.studies.drawing import write_picture
 from scripts.studies.shared import REPO, Published, command_line, whole_cpu
 from verl_ext.cpu import is_cpu_only
-from verl_ext.datasets import arithmetic
 from verl_ext.evaluation.figures import align
 from verl_ext.evaluation.samples import Sample, read_dump
 from verl_ext.pages.charts import Chart, Series

@@ -13,11 +13,11 @@ from contextlib import suppress
 from itertools import product
 
 import pytest
+from prepare_gsm8k import program
 
 import verl_ext.datasets
 import verl_ext.protocols
 from verl_ext.datasets import text as problem_text
-from verl_ext.datasets.gsm8k import program
 from verl_ext.protocols.base import CODE_SCHEMA
 from verl_ext.protocols.code import CodeProtocol
 from verl_ext.protocols.hermes import HermesProtocol
@@ -25,6 +25,7 @@ from verl_ext.protocols.trace import split_trace
 from verl_ext.reward.maths.extraction import extract_answer
 
 ROOMS = (verl_ext.datasets, verl_ext.protocols)
+SCRIPTS = ("prepare_gsm8k", "prepare_mawps", "shortcuts")  # of data/
 # What a pattern may repeat, search for, or wait for at the end.
 PIECES = [
     *(
@@ -101,20 +102,23 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
                 yield from within(item, f"{name}[{key!r}]")
 
     seen = set()
-    for room in ROOMS:
-        for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
-            for name, value in vars(importlib.import_module(module.name)).items():
-                for full_name, pattern in within(value, f"{module.name.removeprefix('verl_ext.')}.{name}"):
-                    if pattern not in seen:
-                        seen.add(pattern)
-                        yield full_name, pattern
+    of_rooms = (each.name for room in ROOMS for each in pkgutil.walk_packages(room.__path__, f"{room.__name__}."))
+    for module in (*of_rooms, *SCRIPTS):
+        for name, value in vars(importlib.import_module(module)).items():
+            for full_name, pattern in within(value, f"{module.removeprefix('verl_ext.')}.{name}"):
+                if pattern not in seen:
+                    seen.add(pattern)
+                    yield full_name, pattern
 
 
 PATTERNS = dict(patterns())
 
 
 def test_the_patterns_are_found():
-    assert len(PATTERNS) > 30 and {"datasets.text._WRAPPED[0][0]", "protocols.base._FENCE"} < PATTERNS.keys()
+    assert (
+        len(PATTERNS) > 30
+        and {"datasets.text._WRAPPED[0][0]", "protocols.base._FENCE", "prepare_gsm8k._PERCENT"} < PATTERNS.keys()
+    )
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -88,6 +88,7 @@ RUNGS = {
         titles=("word problems; SmolLM2-135M-Instruct, weights from 4 bits", "multi-turn SFT, FSDP2"),
         task=("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml", SHARED)
         + ("requirements/small.txt",)  # the model
-        + tuple(f"verl_ext/datasets/{name}.py" for name in ("arithmetic", "problems", "text", "traces", "worked")),
+        + ("data/arithmetic.py", "data/worked.py")
+        + tuple(f"verl_ext/datasets/{name}.py" for name in ("problems", "text", "traces")),
     ),
 }

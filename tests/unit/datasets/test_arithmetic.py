@@ -1,8 +1,7 @@
 import asyncio
 
 import pytest
-
-from verl_ext.datasets.arithmetic import evaluate, plain, run
+from arithmetic import evaluate, plain, run
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-
-from verl_ext.datasets.shortcuts import describe_shortcuts, random_pair, shortcut_rates
+from shortcuts import describe_shortcuts, random_pair, shortcut_rates
 
 REPO = Path(__file__).parents[3]
 

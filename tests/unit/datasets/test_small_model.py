@@ -144,10 +144,10 @@ def test_the_folder_holds_the_model_and_says_that_its_weights_come_from_4_bits(m
 def test_sft_trains_on_the_very_tokens_of_a_rollout_with_this_tokenizer(model_folder, small_task, roll_out, tmp_path):
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
+    from worked import trace_of
 
     from verl_ext.datasets.sft import RetoolSFTDataset
     from verl_ext.datasets.traces import write_traces
-    from verl_ext.datasets.worked import trace_of
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     traces = [trace_of(worked) for worked in small_task.word_problems.make_problems("sft", 36, random.Random(0))]

@@ -6,8 +6,8 @@ import sys
 from collections import Counter
 
 import pytest
+from arithmetic import evaluate
 
-from verl_ext.datasets.arithmetic import evaluate
 from verl_ext.datasets.text import EvaluationProblems, bare_problem
 
 

@@ -1,12 +1,12 @@
 from contextlib import nullcontext
 
 import pytest
+from prepare_gsm8k import gold, program
+from prepare_mawps import infix, read_fold, tidy
+from worked import NO_TOOL, Worked, split_apart, trace_of, work_out, write_task
 
-from verl_ext.datasets.gsm8k import gold, program
-from verl_ext.datasets.mawps import infix, read_fold, tidy
 from verl_ext.datasets.rows import DataError
 from verl_ext.datasets.text import bare_problem
-from verl_ext.datasets.worked import NO_TOOL, Worked, split_apart, trace_of, work_out, write_task
 
 HEADER = "Question,Numbers,Equation,Answer\n"
 

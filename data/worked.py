@@ -1,7 +1,6 @@
 """Problems with the program that solves them: executed, checked against the gold answer, and written for SFT and RL.
 
-Used by data/small/prepare.py, data/prepare_mawps.py and data/prepare_gsm8k.py. `split_apart` keeps the SFT, RL and test
-problems apart.
+For small/prepare.py, prepare_mawps.py and prepare_gsm8k.py. `split_apart` keeps the SFT, RL and test problems apart.
 """
 
 import itertools
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from verl_ext.datasets import arithmetic
+import arithmetic
+from shortcuts import describe_shortcuts
+
 from verl_ext.datasets.problems import Problem, Report, features, problem_row, shortened, write_problems
 from verl_ext.datasets.rows import DataError, write_parquet
-from verl_ext.datasets.shortcuts import describe_shortcuts
 from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key, template_key
 from verl_ext.datasets.traces import Trace, make_message, write_traces
 from verl_ext.runs import durable
