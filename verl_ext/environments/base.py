@@ -5,12 +5,21 @@ without one, `score` when the episode has ended, and `close` in any case. Except
 tool_errors.py: `ToolUnavailable` marks the episode as failed by the infrastructure; any other is ours, and raised.
 """
 
-from collections.abc import Mapping
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.protocols.base import Call
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+CLOSE_S = 30.0  # within which an environment must close
 
 
 @dataclass(frozen=True)
@@ -50,3 +59,16 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release the sessions, processes and connections of the episode. The loop may close an environment that `open`
         has not finished opening; a second close does nothing."""
+
+
+@asynccontextmanager
+async def closed_at_end(environment: Environment, within_s: float = CLOSE_S) -> AsyncIterator[Environment]:
+    """Close an environment when the block ends, also if the episode raised or was cancelled. One that is too slow is
+    logged, and holds nobody."""
+    try:
+        yield environment
+    finally:
+        try:
+            await asyncio.wait_for(asyncio.shield(environment.close()), within_s)
+        except TimeoutError:
+            logger.warning("An environment was not closed in %g s.", within_s)

@@ -19,17 +19,15 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from cachetools import LRUCache
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, ToolListWrap
 
-from verl_ext.environments.base import Environment, Opening
+from verl_ext.environments.base import Environment, Opening, closed_at_end
 from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.environments.toolbox import Toolbox
 from verl_ext.episode import CallResult, Episode, EpisodeKey, Turn, TurnCall
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.protocols.base import (
     ERROR_TOKENS,
-    TEMPLATE_ERRORS,
     Call,
     ChatReply,
     MalformedCall,
@@ -41,6 +39,7 @@ from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.protocols.thinking import THINK_STOP
 from verl_ext.rollout.client import TURN, TurnRequests
+from verl_ext.rollout.encoded_prompts import EncodedPrompts
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.response import Rollout
 from verl_ext.rollout.rows import to_outputs
@@ -57,7 +56,6 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 FAILED_STOPS = ("aborted", "abort", "error")
 _FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
 RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is retried; each pause is longer by this much
-CLOSE_S = 30.0  # within which an environment must close
 _CUT_STEP = 8  # tokens; if a reply does not fit, this many more than the excess are cut from each output
 
 
@@ -115,7 +113,7 @@ class RetoolAgentLoop(AgentLoopBase):
         added = self.tokenizer.added_tokens_decoder.items()
         stops = (self.protocol.stop, THINK_STOP)
         self.special_ids = {i for i, token in added if token.special and token.content not in stops}
-        self._prompts: LRUCache = LRUCache(maxsize=1024)  # prompt -> task; the samples of a group share it
+        self._prompts = EncodedPrompts(lambda messages, tools: self.ct_build_initial_tokens(messages, tools=tools))
         self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
         self._output_kind = pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
@@ -135,11 +133,8 @@ class RetoolAgentLoop(AgentLoopBase):
         Raises:
             ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
         """
-        environment = self.tools.environment()
-        try:
+        async with closed_at_end(self.tools.environment()) as environment:
             return await self._run_in(environment, sampling_params, priority, kwargs)
-        finally:
-            await self._close(environment)
 
     async def _run_in(
         self, environment: Environment, sampling_params: dict[str, Any], priority: int, task: Mapping[str, Any]
@@ -150,7 +145,7 @@ class RetoolAgentLoop(AgentLoopBase):
         except ToolUnavailable as error:
             opening, failure = Opening(list(task["raw_prompt"]), {}), str(error)
         tools = opening.tools
-        prompt_ids = await self._encode_prompt(key.uid, opening.messages, self.protocol.schemas(tools))
+        prompt_ids = await self._prompts.ids(key.uid, opening.messages, self.protocol.schemas(tools))
         rollout = Rollout(key, prompt_ids, limit=self.response_length, stop=self.protocol.stop)
         if failure:
             logger.warning("an environment could not be opened: %s", failure)
@@ -184,13 +179,6 @@ class RetoolAgentLoop(AgentLoopBase):
         if reason not in INFRASTRUCTURE_FAILURES:
             episode.score = await environment.score(episode)
         return episode
-
-    async def _close(self, environment: Environment) -> None:
-        """Close an environment, also if the episode was cancelled. An environment that is too slow is logged."""
-        try:
-            await asyncio.wait_for(asyncio.shield(environment.close()), CLOSE_S)
-        except TimeoutError:
-            logger.warning("An environment was not closed in %g s.", CLOSE_S)
 
     def _user_turn(self, rollout: Rollout, messages: list[dict[str, Any]]) -> RolloutEnd | None:
         """Append what the environment says to a turn without a call; return why the rollout ends here, or None."""
@@ -353,15 +341,6 @@ class RetoolAgentLoop(AgentLoopBase):
             if share == 0:
                 return None, "", 0
             share = max(0, share - math.ceil(excess / len(texts)) - _CUT_STEP)
-
-    async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
-        prompt = repr((messages, schemas))  # not the uid: an environment may open differently for each episode
-        if prompt not in self._prompts:
-            self._prompts[prompt] = asyncio.ensure_future(self.ct_build_initial_tokens(messages, tools=schemas))
-        try:
-            return list(await asyncio.shield(self._prompts[prompt]))
-        except TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template rejects the prompt {uid}, {messages!r:.200}: {error}") from error
 
     def _ended(self, rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]) -> Episode:
         episode, row = rollout.episode, rollout.row

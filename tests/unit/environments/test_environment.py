@@ -4,17 +4,15 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_ext.environments import toolbox
-from verl_ext.environments.base import Opening
+from verl_ext.environments.base import Opening, closed_at_end
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 from verl_ext.episode import CallResult, Score
-from verl_ext.rollout import loop as loops
 
 PARAMETERS = {"type": "object", "properties": {}, "required": []}
 SCHEMA = {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": PARAMETERS}}
@@ -134,17 +132,15 @@ def test_an_environment_is_closed_after_an_abort_and_after_a_limit(live, turn, s
     assert ("score" in world.log) == (end == "max_tokens"), "nothing is scored that the infrastructure failed"
 
 
-async def test_an_episode_that_is_cancelled_closes_its_environment(monkeypatch):
+async def test_an_episode_that_is_cancelled_closes_its_environment():
     world, asked = World(), asyncio.Event()
 
-    async def hang(*_: Any) -> None:
-        asked.set()
-        await asyncio.sleep(60)
+    async def hang() -> None:
+        async with closed_at_end(world):
+            asked.set()
+            await asyncio.sleep(60)
 
-    loop = loops.RetoolAgentLoop.__new__(loops.RetoolAgentLoop)
-    loop.tools = SimpleNamespace(environment=lambda: world)
-    monkeypatch.setattr(loop, "_run_in", hang)
-    running = asyncio.ensure_future(loop.roll_out({}))
+    running = asyncio.ensure_future(hang())
     await asked.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -152,14 +148,13 @@ async def test_an_episode_that_is_cancelled_closes_its_environment(monkeypatch):
     assert world.log == ["close"]
 
 
-async def test_an_environment_that_does_not_close_holds_no_episode(monkeypatch, caplog):
+async def test_an_environment_that_does_not_close_holds_no_episode(caplog):
     class Stuck(World):
         async def close(self) -> None:
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(loops, "CLOSE_S", 0.05)
-    loop = loops.RetoolAgentLoop.__new__(loops.RetoolAgentLoop)
-    await loop._close(Stuck())
+    async with closed_at_end(Stuck(), within_s=0.05):
+        pass
     assert "was not closed in 0.05 s" in caplog.text
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.episode import Reward
+from verl_ext.rollout.encoded_prompts import EncodedPrompts
 from verl_ext.rollout.rows import to_outputs
 from verl_ext.sandbox.client import RunResult
 
@@ -85,11 +86,7 @@ def test_in_the_servers_own_process_it_is_the_enum_itself(roll_out, tokenizer, a
     assert server.calls[0]["output_kind"] == "final only"
 
 
-def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, monkeypatch):
-    from verl_ext.rollout.loop import RetoolAgentLoop
-
-    loop = RetoolAgentLoop.__new__(RetoolAgentLoop)
-    loop._prompts = {}
+def test_the_samples_of_a_group_share_one_encoding_of_their_prompt():
     encoded = []
 
     async def encode(messages, tools):
@@ -97,11 +94,10 @@ def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, mo
         encoded.append((messages, tools))
         return [len(messages)]
 
-    monkeypatch.setattr(loop, "ct_build_initial_tokens", encode, raising=False)
-
     async def both():
+        encoder = EncodedPrompts(encode)
         prompts = (["hi"], None), (["hi"], None), (["hi", "ho"], None), (["hi"], ["a tool"])  # all of one group
-        first, second, other, _ = await asyncio.gather(*(loop._encode_prompt("a", *prompt) for prompt in prompts))
+        first, second, other, _ = await asyncio.gather(*(encoder.ids("a", *prompt) for prompt in prompts))
         first.append("the rollout's own tokens")
         return second, other
 
