@@ -1,14 +1,13 @@
 """The names that a setting can have, and the classes that a setting names.
 
-They are read from verl's sources and ours by patterns: registrations, lists and comparisons. Nothing is imported.
+verl.json has the names that verl and verl_ext register; modules that a setting names are read. Nothing is imported.
 """
 
 import ast
-import functools
 import importlib.util
 import re
 import symtable
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -18,114 +17,12 @@ from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, all_well, fail
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
-from verl_ext.doctor.schema import schema
+from verl_ext.doctor.schema import TABLE, schema
 from verl_ext.doctor.suggest import did_you_mean
 from verl_ext.evaluation.store import flatten
-from verl_ext.settings import REPO, VERL
 
-OWN = REPO / "verl_ext/trainer"  # our objectives, advantages and schedules
-ALGOS = VERL / "trainer/ppo/core_algos.py"
-TRAINERS = VERL / "trainer/ppo/v1"
-ENGINES = VERL / "workers/engine"
-CHECKPOINT_ENGINES = "CheckpointEngineRegistry.register"
-
-
-# What the sources say -----------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _quoted(source: Path, pattern: str) -> frozenset[str]:
-    """Return texts in what the pattern's group matches in a file or a folder's files; the value of an enum's member."""
-    found: set[str] = set()
-    for path in [source] if source.is_file() else sorted(source.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        for inside in re.findall(pattern, text, re.DOTALL | re.MULTILINE):
-            found.update(re.findall(r'"([^"]+)"', inside))
-            for member in re.findall(r"[A-Z]\w+\.([A-Z_]+)", inside):
-                found.update(re.findall(rf'^    {member} = "(\w+)"', text, re.MULTILINE))
-    return frozenset(found)
-
-
-def registered(source: Path, function: str, keyword: str = "") -> frozenset[str]:
-    """Return names that a module-level call or decorator receives: its arguments, or the one called `keyword`."""
-    arguments = rf"[^)]*?{keyword}=(\[.*?\]|\".*?\")" if keyword else r"(.*?)\)"
-    return _quoted(source, rf"^@?{function}\({arguments}")
-
-
-def compared(source: Path, name: str) -> frozenset[str]:
-    """Return the texts with which the variable or attribute `name` is compared."""
-    return _quoted(source, rf"\b{re.escape(name)} (?:==|!=|in|not in) (\".*?\"|[(\[].*?[)\]])")
-
-
-def listed(source: Path, name: str) -> frozenset[str]:
-    """Return the texts of the list or tuple that is assigned to `name`."""
-    return _quoted(source, rf"\b{name} = [(\[](.*?)[)\]]")
-
-
-def estimators_of_groups() -> frozenset[str]:
-    """Return estimators that compare the samples of a prompt: those whose function takes their `index`."""
-    verls = _quoted(ALGOS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
-    return verls | listed(OWN, "ESTIMATORS")
-
-
-def agent_loops(run: Run) -> dict[str, str | None]:
-    """Return agent loops that a sample may name -> tool protocol; None for verl's loops, which have none of ours."""
-    loops: dict[str, str | None] = dict.fromkeys(registered(VERL / "experimental/agent_loop", "register"))
-    path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
-    if path and (run.folder / path).is_file():
-        loops |= {loop.name: loop.get("protocol") or run.protocol for loop in OmegaConf.load(run.folder / path)}
-    return loops
-
-
-# Settings ------------------------------------------------------------------------------------------------------------
-
-
-def reward_managers(_: Run) -> frozenset[str]:
-    return registered(VERL / "experimental/reward_loop/reward_manager", "register(?:_manager)?")
-
-
-def _schedules(run: Run) -> set[str]:
-    ours = str(run.get(f"{run.optim}._target_", "")).startswith("verl_ext.")
-    known = compared(ENGINES / "fsdp/transformer_impl.py", "lr_scheduler_type")
-    return known | compared(OWN, "lr_scheduler_type") if ours else known
-
-
-def _checkpoint_engines(run: Run) -> set[str]:
-    module = run.get(f"{ROLLOUT}.checkpoint_engine.custom_backend_module")
-    own = module_file(run, module) if module else None
-    return {name for path in (VERL / "checkpoint_engine", own) if path for name in registered(path, CHECKPOINT_ENGINES)}
-
-
-def _kl_penalties(_: Run) -> set[str]:
-    known = compared(ALGOS, "kl_penalty")
-    return known | {f"{name}+" for name in known}  # with a straight-through gradient
-
-
-SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
-    "algorithm.adv_estimator": lambda _: registered(ALGOS, "register_adv_est") | listed(OWN, "ESTIMATORS"),
-    "algorithm.kl_penalty": _kl_penalties,
-    "algorithm.kl_ctrl.type": lambda _: compared(ALGOS, "kl_ctrl.type"),
-    f"{ACTOR}.kl_loss_type": _kl_penalties,
-    f"{ACTOR}.loss_agg_mode": lambda _: listed(VERL / "workers/config/actor.py", "valid_loss_agg_modes"),
-    f"{ACTOR}.policy_loss.loss_mode": lambda _: registered(ALGOS, "register_policy_loss") | listed(OWN, "LOSS_MODES"),
-    f"{ACTOR}.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
-    f"{ACTOR}.optim.lr_scheduler_type": _schedules,
-    f"{ACTOR}.optim.lr_decay_type": lambda _: listed(OWN, "DECAY_TYPES"),
-    f"{ROLLOUT}.name": lambda _: registered(VERL / "workers/rollout/replica.py", "RolloutReplicaRegistry.register"),
-    f"{ROLLOUT}.agent.default_agent_loop": agent_loops,
-    f"{ROLLOUT}.checkpoint_engine.backend": _checkpoint_engines,
-    "reward.reward_manager.source": lambda _: compared(VERL / "workers/config/reward.py", "source"),
-    "reward.reward_kwargs.overlong_counts": lambda _: compared(REPO / "verl_ext/reward/options.py", "overlong_counts"),
-    "trainer.v1.trainer_mode": lambda _: registered(TRAINERS, "register_trainer"),
-    "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(TRAINERS, "max_off_policy_strategy"),
-    "trainer.logger": lambda _: listed(VERL / "utils/tracking.py", "supported_backend"),
-    "trainer.device": lambda _: {"cpu", *registered(ENGINES, "EngineRegistry.register", "device")},
-    "trainer.resume_mode": lambda _: compared(VERL / "utils/checkpoint/checkpoint_handler.py", "resume_mode"),
-    # only of SFT
-    "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
-    "optim.lr_scheduler_type": _schedules,
-    "optim.lr_decay_type": lambda _: listed(OWN, "DECAY_TYPES"),
-}
+NAMES: dict[str, list[str]] = TABLE["names"]
+_LOOP, _ENGINE = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine"
 
 # (key of the module, key of the class in it)
 CLASSES = (
@@ -149,14 +46,34 @@ def check_names(run: Run) -> Iterator[Finding]:
     yield from all_well([*_check_settings(run), *_check_classes(run)], text)
 
 
+def known_names(run: Run) -> dict[str, set[str]]:
+    """Return setting -> the names that it can have in this run."""
+    known = {key: set(names) for key, names in NAMES.items()}
+    known[_LOOP] = set(agent_loops(run))
+    module = run.get(f"{_ENGINE}.custom_backend_module")
+    if module and (file := module_file(run, module)):
+        registrations = r'^@CheckpointEngineRegistry\.register\("([^"]+)"\)'
+        known[f"{_ENGINE}.backend"].update(re.findall(registrations, file.read_text(encoding="utf-8"), re.MULTILINE))
+    if not str(run.get(f"{run.optim}._target_", "")).startswith("verl_ext."):
+        known[f"{run.optim}.lr_scheduler_type"].discard("wsd")
+    if run.get("reward.reward_manager.source") != "register":  # the name of a class
+        del known["reward.reward_manager.name"]
+    return known
+
+
+def agent_loops(run: Run) -> dict[str, str | None]:
+    """Return agent loops that a sample may name -> tool protocol; None for verl's loops, which have none of ours."""
+    loops: dict[str, str | None] = dict.fromkeys(NAMES[_LOOP])
+    path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
+    if path and (run.folder / path).is_file():
+        loops |= {loop.name: loop.get("protocol") or run.protocol for loop in OmegaConf.load(run.folder / path)}
+    return loops
+
+
 def _check_settings(run: Run) -> Iterator[Finding]:
-    settings = dict(SETTINGS)
-    if run.get("reward.reward_manager.source") == "register":
-        settings["reward.reward_manager.name"] = reward_managers
     defaults = flatten(schema(run.entry))
-    for key, names in settings.items():
+    for key, known in known_names(run).items():
         if run.get(key) != defaults.get(key):  # verl's own default is known
-            known = set(names(run))
             for name in run.listed(key) or ([None] if key in defaults else []):  # null, but verl has a name
                 if name not in known:
                     yield _not_among(f"{key} is {name!r}", name, known)

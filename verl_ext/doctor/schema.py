@@ -1,10 +1,9 @@
 """A run's YAML against verl's own: keys that verl does not know, keys without effect, values of another type.
 
-Hydra silently accepts an unknown key inside a YAML, so a misspelt one would do nothing. verl's sources are read, not
-imported, because an import takes 5 s.
+Hydra silently accepts an unknown key inside a YAML, so a misspelt one would do nothing. verl.json replaces an import of
+verl, which takes 5 s: scripts/verl_table.py makes it of the sources of the pinned verl.
 """
 
-import ast
 import functools
 import json
 from pathlib import Path
@@ -16,7 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.evaluation.store import flatten
-from verl_ext.settings import CONFIGS, REPO, VERL, search_path
+from verl_ext.settings import CONFIGS, VERL, search_path
+
+TABLE = json.loads(Path(__file__).with_name("verl.json").read_text(encoding="utf-8"))
 
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
 OPEN_SECTIONS = {
@@ -80,10 +81,14 @@ def schema(entry: str) -> dict:
         return OmegaConf.to_container(compose(entry), resolve=False)
 
 
-@functools.cache
 def unread_keys(entry: str) -> frozenset[str]:
-    """Return the keys of verl's YAML that no code of a run reads; scripts/studies/unread_keys.py finds them."""
-    return frozenset(json.loads(Path(__file__).with_name("unread_keys.json").read_text())[entry])
+    """Return the keys of verl's YAML that no code of a run reads."""
+    return frozenset(TABLE["unread"][entry])
+
+
+def fields_of(target: str) -> list[str]:
+    """Return what the dataclass that a `_target_` names accepts; [] if it is neither verl's nor ours."""
+    return TABLE["fields"].get(target.rpartition(".")[2], [])
 
 
 def is_within(key: str, section: str) -> bool:
@@ -94,23 +99,9 @@ def is_open(key: str) -> bool:
     return any(is_within(key, section) for section in OPEN_SECTIONS)
 
 
-@functools.cache
-def dataclass_fields(name: str) -> frozenset[str]:
-    """Return from the source what a config dataclass, verl's or ours, accepts: its fields and those of its bases."""
-    folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
-    files = [path for folder in [*folders, REPO / "verl_ext/trainer"] for path in sorted(folder.rglob("*.py"))]
-    for path in [REPO / "verl_ext/reward/options.py", *files]:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
-                return frozenset(own).union(*(dataclass_fields(ast.unparse(base)) for base in node.bases))
-    return frozenset()
-
-
-@functools.cache
-def reward_keys() -> frozenset[str]:
-    """Return the keys under `reward.reward_kwargs` that RewardOptions takes, from its source."""
-    keys = dataclass_fields("RewardOptions") - {"overlong_buffer", "overlong_factor"} | {"overlong_buffer_cfg"}
+def reward_keys() -> set[str]:
+    """Return the keys under `reward.reward_kwargs` that RewardOptions takes."""
+    keys = {*fields_of("RewardOptions"), "overlong_buffer_cfg"} - {"overlong_buffer", "overlong_factor"}
     return keys | {f"overlong_buffer_cfg.{key}" for key in ("enable", "len", "penalty_factor", "log")}
 
 
@@ -122,7 +113,7 @@ def is_known(key: str, tree: Any) -> bool:
         if not isinstance(tree, dict):
             return False
         if name not in tree:
-            return name in dataclass_fields(tree.get("_target_", "").rpartition(".")[2])
+            return name in fields_of(tree.get("_target_", ""))
         tree = tree[name]
     return True
 
@@ -131,7 +122,7 @@ def is_field_of_own_class(key: str, config: DictConfig) -> bool:
     """Tell whether the section of `key` becomes a dataclass of ours, by its `_target_`, that has this field."""
     section, _, name = key.rpartition(".")
     target = OmegaConf.select(config, f"{section}._target_", default="") if section else ""
-    return target.startswith("verl_ext.") and name in dataclass_fields(target.rpartition(".")[2])
+    return target.startswith("verl_ext.") and name in fields_of(target)
 
 
 def has_type_of(value: Any, default: Any) -> bool:

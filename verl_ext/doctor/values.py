@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_ext.doctor.finding import Finding, all_well, fail, warn
-from verl_ext.doctor.names import estimators_of_groups
 from verl_ext.doctor.run import ACTOR, FLASH_ATTN, ROLLOUT, ULYSSES, Run
+from verl_ext.doctor.schema import TABLE
 from verl_ext.fleet import balancer, health, weight_update
 from verl_ext.memory.shape import DENSE, has_images, read_model_type
 from verl_ext.memory.words import count
@@ -153,7 +153,7 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
         yield fail("""algorithm.filter_groups.metric is null, expected a name that the reward manager reports: without
             one no group would be filtered -> Set it to acc.""")
     estimator = run.get("algorithm.adv_estimator")
-    compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
+    compares = estimator in TABLE["of_groups"] or run.get("algorithm.filter_groups.enable")
     if compares and run.n == 1:
         yield fail(f"""{ROLLOUT}.n is 1, expected 2 or more: {estimator} or dynamic sampling compares the samples of a
             prompt, and a group of one has advantage 0 -> Set it to 8 or 16.""")

@@ -14,17 +14,12 @@ DATA = ["data.train_files=a", "data.val_files=b"]
 
 
 @pytest.fixture(scope="module")
-def script():
-    from scripts.studies import unread_keys
-
-    return unread_keys
+def script(load_script):
+    return load_script("verl_table")
 
 
 def test_the_file_is_what_the_method_finds_in_the_verl_that_is_installed(script):
-    kept = json.loads(script.TARGET.read_text())
-    assert kept == {**script.VERSIONS, **{entry: script.unread_keys(entry) for entry in script.ENTRIES}}, (
-        "python scripts/studies/unread_keys.py writes it anew"
-    )
+    assert json.loads(script.TARGET.read_text()) == script.table(), "python scripts/verl_table.py writes it anew"
 
 
 @pytest.mark.parametrize(
