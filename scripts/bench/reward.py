@@ -16,7 +16,7 @@ import time
 
 import psutil
 
-from scripts.studies.shared import command_line
+from scripts.studies.shared import command_line, cpu_seconds
 from verl_ext.datasets.rows import progress_bar
 from verl_ext.reward import score_answer
 from verl_ext.reward.maths import symbolic
@@ -79,21 +79,16 @@ def respond(pred: str) -> str:
     return PROSE * 36 + TOOL + PROSE * 36 + TOOL + rf"The answer is $\boxed{{{pred}}}$."
 
 
-def cpu_s() -> float:
-    """Return the CPU time of this process and its present workers, their children and what those have used."""
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(sum(process.cpu_times()[:4]) for process in processes)
-
-
 def cost_per_answer(rows: list[tuple[str, str]]) -> tuple[float, float]:
     """Measure median and mean CPU time per answer, in ms. The median is of this process, where most answers end."""
     score_answer(r"\boxed{\sqrt{16}}", "4")  # starts a worker
-    each, before = [], cpu_s()
+    process = psutil.Process()
+    each, before = [], cpu_seconds(process)
     for response, gold in rows:
         start = time.process_time()
         score_answer(response, gold)
         each.append(time.process_time() - start)
-    return 1000 * statistics.median(each), 1000 * (cpu_s() - before) / len(rows)
+    return 1000 * statistics.median(each), 1000 * (cpu_seconds(process) - before) / len(rows)
 
 
 async def score_all(rows: list[tuple[str, str, bool]]) -> tuple[float, float]:

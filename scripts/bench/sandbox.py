@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from scripts.studies.shared import command_line
+from scripts.studies.shared import command_line, cpu_seconds
 from verl_ext.sandbox import SandboxClient, running_server
 from verl_ext.sandbox.server.pool import PRELOAD
 
@@ -95,10 +95,7 @@ def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int
 
 def server_cpu_s() -> float:
     """Return the CPU time of the server and all processes below it; an ended program's time counts to its worker."""
-    processes = [
-        process for child in psutil.Process().children() for process in (child, *child.children(recursive=True))
-    ]
-    return sum(sum(process.cpu_times()[:4]) for process in processes)
+    return sum(map(cpu_seconds, psutil.Process().children()))
 
 
 def own_cpu_s() -> float:

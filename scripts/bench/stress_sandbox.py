@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from scripts.studies.shared import command_line
+from scripts.studies.shared import command_line, cpu_seconds
 from verl_ext.sandbox import RunResult, SandboxClient, running_server
 from verl_ext.sandbox.load import load as load_sandbox
 
@@ -169,8 +169,7 @@ async def settled(server: psutil.Process, first: State | None) -> State:
 
 def cpu_time_s(server: psutil.Process) -> float:
     """Return the CPU time of the server with all processes below it, and of this process, its client."""
-    processes = [server, *server.children(recursive=True)]
-    return time.process_time() + sum(sum(process.cpu_times()[:4]) for process in processes)
+    return time.process_time() + cpu_seconds(server)
 
 
 async def check(client: SandboxClient, name: str, nonce: int) -> str | None:

@@ -10,22 +10,19 @@ environment, outputs/bench_vs_trl/venv (requirements/trl.txt, 1.5 GB). Prints a 
 below --out.
 """
 
-import asyncio
-import contextlib
 import json
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
 
 from scripts.studies.shared import REPO, command_line, make_sft, markdown, metrics_of, rl_environment, whole_cpu
+from scripts.studies.slow_sandbox import proxied
 from verl_ext.cpu import is_cpu_only
 from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
 from verl_ext.quickstart.rungs import RUNGS
@@ -112,56 +109,6 @@ def install_trl() -> None:
         subprocess.run([*pip, torch, "--index-url", TORCH_INDEX], check=True)
     subprocess.run([*pip, "-r", str(wanted)], check=True)
     shutil.copy(wanted, ready)
-
-
-@contextlib.contextmanager
-def delayed(url: str, delay_s: float) -> Iterator[str]:
-    """Open a port on 127.0.0.1 that forwards what it receives to `url` after `delay_s`; answers go back at once."""
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lag_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-
-        async def send() -> None:
-            while True:
-                due, data = await queue.get()
-                await asyncio.sleep(due - loop.time())
-                if not data:
-                    break
-                writer.write(data)
-            writer.close()
-
-        sender = asyncio.ensure_future(send())
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                queue.put_nowait((loop.time() + lag_s, data))
-        queue.put_nowait((loop.time() + lag_s, b""))
-        with contextlib.suppress(ConnectionError):
-            await sender
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        target = urlsplit(url)
-        server_reader, server_writer = await asyncio.open_connection(target.hostname, target.port)
-        with contextlib.suppress(asyncio.CancelledError):  # at the end, when clients keep connections open
-            await asyncio.gather(pump(reader, server_writer, delay_s), pump(server_reader, writer, 0.0))
-
-    ready: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def serve() -> None:
-        stop = asyncio.Event()
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        ready.set_result((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), stop))
-        await stop.wait()
-        server.close()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    port, loop, stop = ready.result()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
 
 
 def new_folder(out: Path) -> Path:
@@ -273,7 +220,11 @@ def main() -> None:
     rows: dict[tuple[float, str], list[dict[str, float]]] = {}
     with Supervisor() as supervisor, running_server(options=SANDBOX_OPTIONS) as url:
         for latency_s in args.latencies:
-            with delayed(url, latency_s) if latency_s else contextlib.nullcontext(url) as sandbox:
+
+            def hold_back(_: str, seconds: float = latency_s) -> None:
+                time.sleep(seconds)
+
+            with proxied(url, hold_back) if latency_s else nullcontext(url) as sandbox:
                 for number in range(args.rounds):
                     for name in args.trainers:
                         print(f"== {name}, sandbox calls + {1000 * latency_s:g} ms, round {number + 1}", flush=True)

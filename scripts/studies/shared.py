@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import psutil
+
 from verl_ext.evaluation.estimators import half_width
 from verl_ext.quickstart.rungs import RUNGS
 from verl_ext.runs import durable, jsonl
@@ -165,6 +167,11 @@ def whole_cpu() -> dict[str, str]:
     command = "set -euo pipefail; source recipe/retool/common.sh; all_cores; env -0"
     told = subprocess.run(["bash", "-c", command], cwd=REPO, check=True, capture_output=True, text=True).stdout
     return {"VLLM_CPU_KVCACHE_SPACE": "1"} | dict(line.split("=", 1) for line in told.split("\0") if line)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU time of a process, of all below it, and of those that these have waited for."""
+    return sum(sum(each.cpu_times()[:4]) for each in (process, *process.children(recursive=True)))
 
 
 def command_line(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:

@@ -209,9 +209,11 @@ def test_what_has_the_whole_cpu_has_the_variables_of_the_launcher(tmp_path, monk
 def test_both_sides_compute_in_fp32_and_trl_has_the_variables_of_the_launcher(tmp_path, monkeypatch):
     from scripts.bench import vs_trl as script
 
-    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small"])
+    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small", "--latencies", "0", "0.1"])
     script.main()
-    ours, trl, _ = Launched.environments
+    ours, trl, _, *slowed = Launched.environments
+    direct = "http://127.0.0.1:1"
+    assert ours["SANDBOX_URL"] == direct and slowed[0]["SANDBOX_URL"] not in ("", direct)
     assert ours["ONEDNN_DEFAULT_FPMATH_MODE"] == trl["ONEDNN_DEFAULT_FPMATH_MODE"] == "STRICT"
     assert trl.items() >= (whole_cpu() | {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}).items()
 
