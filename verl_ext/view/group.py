@@ -1,4 +1,4 @@
-"""The samples of a prompt: grouped by answer, two of them as a diff, and one of them as a transcript."""
+"""The samples of a prompt: grouped by answer, and two of them as a diff."""
 
 import difflib
 import itertools
@@ -62,24 +62,6 @@ def rewards(row: Rollout) -> str:
         return ", ".join(f"{name} {value}" for name, value in parts.items())
     except (ValueError, AttributeError):  # of a manager that is not ours
         return row["reward_parts"]
-
-
-def transcript(row: Rollout) -> list[dict[str, Any]]:
-    """Return the turns, each with `parts`: ("text", passage) or ("code", call), the code where the model wrote it.
-
-    A call whose code does not occur verbatim in the turn (JSON escapes it) comes after the text.
-    """
-    turns = []
-    for number, turn in enumerate(row["turns"] or []):
-        parts, rest = [], turn["text"] or ""
-        for call in row["calls"] or []:
-            if call["turn"] == number and turn["role"] == "model":
-                start = max(rest.rfind("<code>"), rest.find("<tool_call>"), 0)  # prose before it may have the same text
-                before, _, after = rest[start:].partition(call["code"] or "\0")
-                parts += [("text", rest[:start] + before), ("code", call)]
-                rest = after
-        turns.append(turn | {"parts": [part for part in [*parts, ("text", rest)] if part[1]]})
-    return turns
 
 
 def diff(left: Rollout, right: Rollout) -> list[tuple[str, str | None, str | None]]:

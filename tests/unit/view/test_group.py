@@ -110,25 +110,6 @@ def test_the_diff_of_two_samples_is_on_the_page(client: TestClient) -> None:
     assert "Sample 0 against sample 1" in page and '<td class="del">' in page and '<td class="ins">' in page
 
 
-def test_code_stands_where_the_model_wrote_it_and_after_the_text_where_it_does_not() -> None:
-    call = {"turn": 0, "code": "print(1)"}
-    turn = {"role": "model", "text": "first print(1) then"}
-    assert group.transcript({"turns": [turn], "calls": [call]})[0]["parts"] == [
-        ("text", "first "),
-        ("code", call),
-        ("text", " then"),
-    ]
-    for start, end in (("<code>\n", "\n</code>"), ('<tool_call>{"code": "', '"}</tool_call>')):
-        prose, short = "Let x be 1 + 1, then <code> it. ", {"turn": 0, "code": "1 + 1"}
-        turn = {"role": "model", "text": f"{prose}{start}1 + 1{end}"}
-        parts = group.transcript({"turns": [turn], "calls": [short]})[0]["parts"]
-        assert parts == [("text", prose + start), ("code", short), ("text", end)]
-    escaped = {"turn": 0, "code": 'print("1")'}
-    turn = {"role": "model", "text": '{"code": "print(\\"1\\")"}'}
-    parts = group.transcript({"turns": [turn], "calls": [escaped]})[0]["parts"]
-    assert parts == [("text", turn["text"]), ("code", escaped)]
-
-
 def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(client: TestClient, run_folder: Path) -> None:
     page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 3}).text
     assert "fault: infrastructure" in page and "ConnectError: no sandbox" in page
