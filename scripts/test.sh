@@ -109,7 +109,7 @@ if [ $# -gt 0 ]; then # the caller chooses
     run_pytest "$@"
 else
     say "unit tests"
-    run_pytest -n 2 tests/unit
+    run_pytest tests/unit
     if [ "$PART" != unit ]; then
         say "end-to-end tests, two at a time because a run often waits"
         run_pytest -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e

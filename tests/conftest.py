@@ -12,12 +12,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes for `-n auto`: two for unit tests, none beside this one for the end-to-end tests.
+    """Return the processes for `-n auto`: three for unit tests, of which many wait, and none for end-to-end tests.
 
-    One of those may not run beside others; scripts/test.sh runs the rest two at a time. Two processes would not share
-    one file or test.
+    Some of those may not run beside others; scripts/test.sh runs the rest two at a time. Processes would not share one
+    file or test.
     """
     fast = config.option.markexpr == FAST
     whole = all(Path(argument).is_dir() for argument in config.args)
     of_units = all("unit" in Path(argument).parts for argument in config.args)
-    return 2 if whole and (fast or of_units) else 0
+    return 3 if whole and (fast or of_units) else 0

@@ -22,6 +22,12 @@ REPO = Path(__file__).resolve().parents[2]
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_ext"  # as the launchers do; read when verl is imported
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("studies", "bench"):  # no part of a run
+            item.add_marker(pytest.mark.nightly)
+
+
 @wrapt.when_imported("hydra._internal.config_repository")
 def parse_each_yaml_once(hydra: ModuleType) -> None:
     """Hydra parses 35 YAMLs of verl and of configs/ for each run that it composes, which is half of its 0.4 s."""

@@ -258,6 +258,7 @@ def test_vllm_holds_the_longest_sequence_whatever_lengths_a_user_sets(run: str):
     assert rollout.max_model_len == 1000
 
 
+@pytest.mark.nightly
 def test_a_process_that_only_imports_verl_can_resolve_a_run():
     """Like Ray's task runner, which gets the run as it was composed (verl/trainer/main_ppo.py:145)."""
     code = (

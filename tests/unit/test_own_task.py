@@ -111,6 +111,7 @@ def test_the_tool_and_the_data_have_the_same_prices(rows, tools):
         assert int(row.reward_model["ground_truth"]) == int(number) * int(prices(item))
 
 
+@pytest.mark.nightly
 def test_the_doctor_knows_every_setting_and_warns_of_a_template_that_ignores_tools(data, tiny_tools, tmp_path):
     """The command of the page, with the tiny model's own template; nothing runs at the sandbox's port."""
     tokenizer = tiny_tools.build_model.build_tokenizer()
