@@ -1,9 +1,8 @@
 """Keep the problems that a model can learn from: an offline difficulty filter on how often it solves each.
 
-    # from existing samples: a past run's folder (its records, validations, evaluations or rollout dumps),
-    # a folder of dumps, an evaluation, or JSONL files
+    # from samples that exist: those of past runs or evaluations, or files of records
     python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet --out data/dapo_filtered.parquet \\
-        --dumps outputs/run
+        --runs outputs/run
     # or with samples from the launcher's own rollouts, tools on; the same command continues an interrupted one
     MODEL_PATH=outputs/qwen2-32b_sft/merged python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet \\
         --out data/dapo_filtered.parquet --generate recipe/retool/run_qwen2-32b_dapo.sh trainer.nnodes=1
@@ -29,11 +28,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from verl_ext.evaluation.pass_rates import Tally, histogram, is_kept, record, tally
-from verl_ext.evaluation.past_samples import check_match, read_past_samples
+from verl_ext.evaluation.pass_rates import Tally, check_match, histogram, is_kept, rate_line, tally
+from verl_ext.evaluation.samples import read_past_samples
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor
 from verl_ext.runs import durable, parquet
-from verl_ext.runs.folder import NoRun
+from verl_ext.runs.folder import NoRun, judged_files
 from verl_ext.runs.lock import lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
@@ -43,9 +42,9 @@ MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
 
 
 def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -> list[Path]:
-    """Sample every problem with the launcher's rollouts, in chunks; return their dumps.
+    """Sample every problem with the launcher's rollouts, in chunks; return their runs.
 
-    A chunk that has its dump is not run again.
+    A chunk that has its records is not run again.
 
     Raises:
         SystemExit: `work` holds the samples of other data or settings, or another process writes there.
@@ -68,24 +67,22 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
     durable.write_text(noted, json.dumps(settings))
     url = os.environ.get("SANDBOX_URL")
     starts = range(0, len(rows), args.chunk)
-    dumps = [work / f"chunk_{number:04}.jsonl" for number in range(len(starts))]
+    runs = [work / f"chunk_{number:04}" for number in range(len(starts))]
     sandbox = nullcontext(url) if url else running_server()
     with lock_folder(work) as lock, sandbox as url, Supervisor(lock) as supervisor:
-        for number, (start, dump) in enumerate(zip(starts, dumps, strict=True)):
-            print(f"[{number + 1}/{len(dumps)}] {dump}{': done already' if dump.exists() else ''}", flush=True)
-            if dump.exists():
+        for number, (start, run) in enumerate(zip(starts, runs, strict=True)):
+            is_done = bool(judged_files(run))
+            print(f"[{number + 1}/{len(runs)}] {run}{': done already' if is_done else ''}", flush=True)
+            if is_done:
                 continue
-            chunk = dump.with_suffix(".parquet")
+            chunk = run.with_suffix(".parquet")
             parquet.write(chunk, rows.slice(start, args.chunk))
-            folder = dump.with_suffix("")
-            for stale in folder.glob("dump/*.jsonl"):
-                stale.unlink()
             supervisor.run(
                 [
                     *("bash", str(args.generate), *args.overrides, f"data.train_files='{data}'"),
                     f"data.val_files=[{','.join([repr(str(chunk))] * args.samples)}]",
                     *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
-                    *("trainer.save_freq=-1", f"trainer.validation_data_dir='{folder / 'dump'}'"),
+                    *("trainer.save_freq=-1", "retool.recorder.enable=true"),
                     *(
                         "actor_rollout_ref.rollout.val_kwargs.n=1",
                         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
@@ -95,14 +92,12 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
                         "actor_rollout_ref.rollout.val_kwargs.top_k=-1",
                     ),
                 ],
-                log=dump.with_suffix(".log"),
-                env={"PYTHON": sys.executable, "OUTPUT_DIR": str(folder), "SANDBOX_URL": url},
+                log=run.with_suffix(".log"),
+                env={"PYTHON": sys.executable, "OUTPUT_DIR": str(run), "SANDBOX_URL": url},
             )
-            made = list(folder.glob("dump/*.jsonl"))
-            if len(made) != 1:
-                raise CommandFailed(f"the run wrote {len(made)} dumps into {folder / 'dump'}; expected one")
-            os.replace(made[0], dump)
-    return dumps
+            if not judged_files(run):
+                raise CommandFailed(f"the run wrote no records into {run}")
+    return runs
 
 
 def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tuple[list[Tally], int, int]:
@@ -113,16 +108,16 @@ def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tup
     """
     samples = []
     for path in paths:
-        source = read_past_samples(path)
-        print(source.what)
-        samples += source.samples
+        what, found = read_past_samples(path)
+        print(what)
+        samples += found
     tallies, unknown = tally(samples, rows.to_pylist())
     check_match(unknown, samples, paths, data)
     return tallies, unknown, sum(sample.failure is not None for sample in samples)
 
 
 def filter_problems(
-    rows: pa.Table, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
+    rows: pa.Table, runs: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
 ) -> pa.Table:
     """Return the rows that are kept, with their pass rates; print how many and why, and write a JSON line on each row
     next to `args.out`.
@@ -130,7 +125,7 @@ def filter_problems(
     Raises:
         SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
     """
-    own, unknown, failed = tally_past_samples(dumps, rows, args.data)
+    own, unknown, failed = tally_past_samples(runs, rows, args.data)
     teacher = tally_past_samples(teachers, rows, args.data)[0] if teachers else None
     if unknown:
         print(f"{unknown:,} samples are not counted: {args.data} lacks their problems")
@@ -140,7 +135,7 @@ def filter_problems(
     if unjudged and args.unjudged == "error":
         raise SystemExit(
             f"{len(unjudged):,} of {len(rows):,} problems have no judged sample (the first is row {unjudged[0]}). "
-            "They are not in the dumps, over data.max_prompt_length, or sandbox or verifier failed. Name more --dumps, "
+            "They are not in the runs, over data.max_prompt_length, or sandbox or verifier failed. Name more --runs, "
             "or set --unjudged keep or --unjudged drop."
         )
     max_rate = MAX_RATES[args.band] if args.max_rate is None else args.max_rate
@@ -155,7 +150,7 @@ def filter_problems(
     print(f"{len(rows):,} problems, {len(unjudged):,} without a judged sample, {sum(kept):,} kept")
     extra_info = [info or {} for info in rows["extra_info"].to_pylist()]
     lines = zip(range(len(rows)), extra_info, own, kept, strict=True)
-    durable.write_text(args.out.with_suffix(".pass_rates.jsonl"), "".join(f"{record(*line)}\n" for line in lines))
+    durable.write_text(args.out.with_suffix(".pass_rates.jsonl"), "".join(f"{rate_line(*line)}\n" for line in lines))
     if PASS_RATE_COLUMN in rows.column_names:  # of an earlier model
         rows = rows.drop_columns(PASS_RATE_COLUMN)
     rates = pa.array([each.pass_rate for each in own], pa.float64())
@@ -168,14 +163,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="parquet in verl's RL columns")
     parser.add_argument("--out", type=Path, required=True, help="parquet of the rows that are kept")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dumps", type=Path, nargs="+", metavar="PATH", help="past runs, or files of samples")
+    source.add_argument("--runs", type=Path, nargs="+", metavar="PATH", help="past runs, or files of records")
     source.add_argument("--generate", type=Path, metavar="LAUNCHER", help="of recipe/retool, with its variables")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for --generate")
     parser.add_argument("--samples", type=int, default=8, help="samples per problem (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="problems per start of the launcher (default: 2048)")
     parser.add_argument("--band", choices=MAX_RATES, default="not-easy", help="default: %(default)s")
     parser.add_argument("--max-rate", type=float, help="upper end of the band, 0 to 1")
-    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="as --dumps, of a stronger model")
+    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="as --runs, of a stronger model")
     parser.add_argument(
         "--unjudged",
         choices=("error", "keep", "drop"),
@@ -189,11 +184,11 @@ def main() -> None:
     rows = parquet.read(args.data)  # in pandas, integers next to a null would become floats
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        dumps = args.dumps or generate(args.data, rows, args.out.with_suffix(".samples"), args)
+        runs = args.runs or generate(args.data, rows, args.out.with_suffix(".samples"), args)
     except (CommandFailed, SandboxNotReady) as error:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
     try:
-        kept = filter_problems(rows, dumps, args.solved_by, args)
+        kept = filter_problems(rows, runs, args.solved_by, args)
     except (NoRun, ValueError) as error:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
     if not len(kept):

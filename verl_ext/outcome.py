@@ -1,9 +1,9 @@
 """How a rollout and a prompt end, and who was at fault. All other modules take these words from here.
 
 One fact has one name in the code: `RolloutEnd.UNVERIFIED` is an answer that no verifier could judge. Files of users'
-runs spell this end in three ways, which stay: "verifier_unknown" (its value: trajectories, names of metrics),
-`UNVERIFIED` (a column of the dumps, a `failure` of an evaluation) and `UNVERIFIED_VERDICT` (`verdict` of a score).
-`RolloutEnd.ABORTED` is `SERVER_FAILURE` in the files of an evaluation.
+runs spell this end in three ways, which stay: "verifier_unknown" (its value: records, names of metrics), `UNVERIFIED`
+(a part of the reward, a count of an evaluation's result) and `UNVERIFIED_VERDICT` (`verdict` of a score).
+`RolloutEnd.ABORTED` is `SERVER_FAILURE` in the result of an evaluation.
 """
 
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ def rollout_end(info: Mapping[str, Any]) -> str:
 
     Args:
         info: `reward_extra_info` of verl_ext/reward/rewarder.py, or of another manager with the loop's `finish_reason`;
-            or a row of a dump or of an evaluation.
+            or a row of verl's dumps.
     """
     if info.get("sandbox_failure"):
         return RolloutEnd.SANDBOX_FAILURE
@@ -113,5 +113,5 @@ def infrastructure_failure(info: Mapping[str, Any]) -> RolloutEnd | None:
 
 
 def evaluation_failure(info: Mapping[str, Any]) -> str | None:
-    """Return `infrastructure_failure` as an evaluation's files spell it: one of EVALUATION_FAILURES, or None."""
+    """Return `infrastructure_failure` as an evaluation's result spells it: one of EVALUATION_FAILURES, or None."""
     return _EVALUATION_NAMES.get(infrastructure_failure(info))

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from scripts.bench.chaos_measure import Stall, longest_gap, run_again, summary
 from verl_ext.reward.score import score_answer
 from verl_ext.runs import jsonl, parquet
-from verl_ext.runs.folder import step_dumps
 from verl_ext.settings import compose_run
 
 FOLDER = Path(__file__).resolve().parent / "stock"
@@ -94,7 +93,11 @@ def stock_config(overrides: Sequence[str], source: Path, run: Path, notes: Path)
 
 def rollouts(notes: Path) -> list[Rollout]:
     """Read the trained rollouts; of a step that was repeated, those of its last time."""
-    return [row for path in step_dumps(notes / DUMPS) for row in jsonl.read(path)]
+    return [row for path in _dumps(notes) for row in jsonl.read(path)]
+
+
+def _dumps(notes: Path) -> list[Path]:
+    return sorted((notes / DUMPS).glob("*.jsonl"), key=lambda path: int(path.stem))
 
 
 def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
@@ -169,7 +172,7 @@ def question_of(row: Rollout) -> str:
 
 def stall(notes: Path) -> Stall:
     """Find the longest time without progress, which is a step whose rollouts were dumped: nothing smaller is timed."""
-    return longest_gap(notes, [path.stat().st_mtime for path in step_dumps(notes / DUMPS)])
+    return longest_gap(notes, [path.stat().st_mtime for path in _dumps(notes)])
 
 
 def figures(notes: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -> dict[str, Any]:

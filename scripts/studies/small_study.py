@@ -24,8 +24,9 @@ from scripts.studies.drawing import write_picture
 from scripts.studies.shared import REPO, Published, command_line, whole_cpu
 from verl_ext.cpu import is_cpu_only
 from verl_ext.evaluation.figures import align
-from verl_ext.evaluation.samples import Sample, read_dump
+from verl_ext.evaluation.samples import Sample, read_samples
 from verl_ext.pages.charts import Chart, Series
+from verl_ext.runs.folder import judged_files
 
 SOURCE = "word_problems"
 ENOUGH_JUDGED = 0.99  # of the samples of an evaluation
@@ -70,7 +71,7 @@ def _calculation(sample: Sample) -> str:
 
 def _calculates_the_answer(sample: Sample) -> bool:
     """Return whether a response without a program has a calculation that gives the right answer, whatever it states."""
-    truth = _value(str(sample.gts))
+    truth = _value(sample.ground_truth)
     try:
         value = arithmetic.evaluate(_calculation(sample))
     except ValueError:
@@ -84,7 +85,7 @@ def _numbers_of_code(sample: Sample) -> set[str]:
 
 
 def _given(sample: Sample) -> set[str]:
-    return set(_NUMBER.findall(sample.input))
+    return set(_NUMBER.findall(sample.prompt))
 
 
 def kind_of(sample: Sample) -> str:
@@ -94,8 +95,8 @@ def kind_of(sample: Sample) -> str:
 
 def samples_of(run: Path, when: str) -> list[Sample]:
     """Read the judged samples of the word problems, before or after RL."""
-    (dump,) = (run / "eval" / when).glob("*.jsonl")
-    return [sample for sample in read_dump(dump) if sample.data_source == SOURCE and not sample.failure]
+    (file,) = judged_files(run / "eval" / when)
+    return [sample for sample in read_samples(file) if sample.data_source == SOURCE and not sample.failure]
 
 
 def shares_of(run: Path, when: str) -> dict[str, float]:
@@ -128,7 +129,7 @@ def examples(run: Path, number: int = 3) -> str:
         kind = kind_of(pair["before"])
         if pair["before"].acc == 0 and pair["after"].acc == 1 and pair["before"].id not in kinds:
             kinds.add(pair["before"].id)
-            question = pair["before"].input.rpartition("\\boxed{}.")[2].partition("assistant")[0].strip()
+            question = pair["before"].prompt.rpartition("\\boxed{}.")[2].partition("assistant")[0].strip()
             sides = "".join(f"\n{when}:\n{pair[when].output}\n" for when in ("before", "after"))
             chosen.append(f"{question}\n({kind})\n{sides}")
     return "\n---\n".join(chosen[:number])

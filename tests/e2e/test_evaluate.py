@@ -16,10 +16,13 @@ import pytest
 
 from tests.e2e.conftest import REPO
 from tests.processes import kill_tree
+from verl_ext.evaluation.samples import Sample, read_samples
+from verl_ext.runs import parquet
+from verl_ext.runs.folder import judged_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PROBLEMS = 16
-SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_errors", "acc", "pred")
+SAME = ("prompt", "output", "turns", "end_reason", "tool_calls", "tool_errors", "acc", "pred", "response_tokens")
 
 
 AGENT = "actor_rollout_ref.rollout.agent"
@@ -54,39 +57,39 @@ def resumed(python: str, run: Path, arguments: list[str]) -> Path:
             )
         try:
             deadline = time.monotonic() + 600
-            while len(rows_of(out)) < 3:
+            while len([*out.glob("records/waiting/*.parquet")]) < 3:
                 assert first.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
                 time.sleep(0.02)
         finally:
             kill_tree(first.pid)
             first.wait()
-        if len(rows_of(out)) < PROBLEMS:
+        before = {path.name: parquet.read(path).to_pylist()[0] for path in out.glob("records/waiting/*.parquet")}
+        if before:  # else all were put into the file of the evaluation that ended
             break
-    before = (out / "samples.jsonl").read_bytes()
-    assert 3 <= before.count(b"\n") < PROBLEMS
+    assert 3 <= len(before) < PROBLEMS
 
     again = subprocess.run(command, env=environment | {"PYTHON": python}, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"{run / 'merged_step_30'} is merged already" in again.stdout
-    whole_lines = before[: before.rfind(b"\n") + 1]
-    assert (out / "samples.jsonl").read_bytes().startswith(whole_lines), "a sample that was there was taken again"
+    (file,) = judged_files(out)
+    rows = parquet.read(file).to_pylist()
+    assert all(row in rows for row in before.values()), "a sample that was there was taken again"
     return out
 
 
-def rows_of(folder: Path) -> dict[str, dict]:
-    """Read whole rows by uid."""
-    file = folder / "samples.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    return {row["uid"]: row for row in (json.loads(line) for line in lines if line.endswith("\n"))}
+def samples_of(folder: Path) -> dict[str, Sample]:
+    """Read the samples of an evaluation by uid."""
+    (file,) = judged_files(folder)
+    return {sample.uid: sample for sample in read_samples(file)}
 
 
 def test_a_checkpoint_is_merged_and_evaluated_with_tools(small: Path, run: Path, resumed: Path) -> None:
     merged = (run / "merged_step_30" / "model.safetensors").read_bytes()
     assert merged == (small / "sft" / "merged" / "model.safetensors").read_bytes()
-    rows = rows_of(resumed)
-    assert sorted(rows) == sorted(f"eval:{i}_0_0" for i in range(PROBLEMS))
-    assert all(row["failure"] is None and row["output"] and len(row["model_spans"]) >= 1 for row in rows.values())
-    assert any("<interpreter>" in row["output"] for row in rows.values()), "no second turn"
+    samples = samples_of(resumed)
+    assert sorted(samples) == sorted(f"eval:{i}_0_0" for i in range(PROBLEMS))
+    assert all(each.failure is None and each.output and each.model_turns >= 1 for each in samples.values())
+    assert any("<interpreter>" in each.output for each in samples.values()), "no second turn"
 
     result = json.loads((resumed / "result.json").read_text())
     assert result["samples"]["judged"] == result["samples"]["wanted"] == PROBLEMS
@@ -98,11 +101,12 @@ def test_a_checkpoint_is_merged_and_evaluated_with_tools(small: Path, run: Path,
 def test_another_setting_is_refused_before_anything_starts(
     python: str, run: Path, resumed: Path, arguments: list[str]
 ) -> None:
-    before = (resumed / "samples.jsonl").read_bytes()
+    (file,) = judged_files(resumed)
+    before = file.read_bytes()
     command = [python, "-m", "verl_ext.evaluation", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
     refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert refused.returncode == 1 and "top_p: there 1.0, now 0.5" in refused.stderr
-    assert "EngineCore" not in refused.stderr and (resumed / "samples.jsonl").read_bytes() == before
+    assert "EngineCore" not in refused.stderr and file.read_bytes() == before
 
 
 def evaluate_served(python: str, url: str, out: Path, *arguments: str) -> dict:
@@ -118,10 +122,11 @@ def test_vllms_server_gives_the_same_greedy_samples(
     python: str, vllm: str, resumed: Path, arguments: list[str], tmp_path: Path
 ) -> None:
     result = evaluate_served(python, vllm, tmp_path, *arguments, "--compare", str(resumed))
-    in_process, served = rows_of(resumed), rows_of(tmp_path)
-    assert {uid: [row[key] for key in SAME] for uid, row in served.items()} == {
-        uid: [row[key] for key in SAME] for uid, row in in_process.items()
-    }
+    in_process, served = (
+        {uid: [getattr(each, name) for name in SAME] for uid, each in samples_of(folder).items()}
+        for folder in (resumed, tmp_path)
+    )
+    assert served == in_process
     assert result["settings"]["interface"] == "/v1/completions, token ids in, token ids out"
     difference = result["comparison"]["difference"]["overall"]
     assert difference["num_problems"] == difference["test"]["equal"] == PROBLEMS
@@ -140,12 +145,11 @@ def test_sampled_responses_run_their_code_in_the_sandbox(
 ) -> None:
     """Sample at temperature 1: a model after 30 steps of SFT writes whole calls, most of them wrong."""
     result = evaluate_served(python, vllm, tmp_path, *arguments, "--temperature", "1", "--n", "8", "--no-seeds")
-    rows = rows_of(tmp_path).values()
-    assert len(rows) == 8 * PROBLEMS
-    assert len({row["output"] for row in rows}) > 4 * PROBLEMS, "the samples of a problem are the same"
-    called = [row for row in rows if row["tool_calls"]]
-    answered = [row for row in called if row["finish_reason"] != "max_tokens"]  # else there may be no room for output
-    assert answered and all("</code>\n<interpreter>\n" in row["output"] for row in answered)
+    samples = samples_of(tmp_path).values()
+    assert len(samples) == 8 * PROBLEMS
+    assert len({each.output for each in samples}) > 4 * PROBLEMS, "the samples of a problem are the same"
+    answered = [each for each in samples if each.tool_calls and not each.is_truncated]  # else output may lack room
+    assert answered and all("</code>\n<interpreter>\n" in each.output for each in answered)
     assert result["tools"]["tool/run_s"] > 0 and result["tools"]["finish/sandbox_failure"] == 0
 
 
@@ -205,7 +209,7 @@ def test_a_server_of_text_gives_the_same_first_turns(
     assert result["settings"]["interface"] == "/v1/completions, text in, text (tokenised again here) out"
     # Later turns may differ: their prompts are tokenised from text, here of a model that has hardly learnt to write.
     first = [
-        {uid: row["output"].split("<interp")[0] for uid, row in rows_of(out).items()} for out in (resumed, tmp_path)
+        {uid: each.output.split("<interp")[0] for uid, each in samples_of(out).items()} for out in (resumed, tmp_path)
     ]
     assert first[0] == first[1]
-    assert any("<interpreter>" in row["output"] for row in rows_of(tmp_path).values()), "no second turn"
+    assert any("<interpreter>" in each.output for each in samples_of(tmp_path).values()), "no second turn"

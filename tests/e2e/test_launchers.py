@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.conftest import launch, read_metrics, run_to_end
 from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.memory.shape import read_shape
+from verl_ext.runs.folder import file_of, judged_files
 from verl_ext.sandbox import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -77,7 +78,7 @@ def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
     assert steps[0][1]["filter_groups/generated"] >= 4
     assert (out / "global_step_2" / "actor").is_dir()
     assert json.loads((out / "validation.json").read_text())["values"].keys() == {"0", "2"}
-    assert sorted(path.name for path in (out / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]
+    assert [file_of(path).step for path in judged_files(out)] == [0, 2]
 
 
 @pytest.mark.nightly

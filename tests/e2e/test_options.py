@@ -15,12 +15,18 @@ from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
 from tests.e2e.loggers import read_tensorboard, read_wandb
 from tests.e2e.test_resume import optimizer_steps
 from verl_ext.episode import EpisodeKey
+from verl_ext.evaluation.samples import read_samples
 from verl_ext.records import store
+from verl_ext.records.imported import import_dumps
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 LR = 1e-4
+SAME = (  # of a sample in verl's dump and in the records
+    *("prompt", "output", "ground_truth", "pred", "data_source", "end_reason", "acc", "id", "problem", "normalised"),
+    *("tool_calls", "tool_errors", "tool_timeouts", "model_turns", "response_tokens", "is_truncated"),
+)
 OVERRIDES = [
     *("trainer.total_training_steps=12", "trainer.save_freq=4", "retool.checkpoints.keep_last=null"),
     *("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=8"),
@@ -140,12 +146,9 @@ def test_a_step_has_two_updates_whatever_its_responses(run: Path) -> None:
 
 
 def test_validations_come_by_the_schedule_and_most_are_light(run: Path) -> None:
-    rows = {
-        folder: {int(path.stem): len(path.read_text().splitlines()) for path in (run / folder).iterdir()}
-        for folder in ("validation", "validation_light")
-    }
+    found = {(file.step, file.light): len(table) for file, table in store.tables(run, columns=()) if file.validate}
     problems = len(pd.read_parquet(run.parent / "data" / "eval.parquet"))
-    assert rows == {"validation": dict.fromkeys(FULL, problems), "validation_light": dict.fromkeys(LIGHT, 6 * 2)}
+    assert found == {(step, False): problems for step in FULL} | {(step, True): 6 * 2 for step in LIGHT}
     metrics = read_metrics(run)
     assert {step for step, data in metrics if any(name.startswith("val-core/") for name in data)} == FULL
     light = [name.split("/") for step, data in metrics if step in LIGHT for name in data]
@@ -174,11 +177,25 @@ def test_the_learning_rate_warms_up_stays_and_decays(run: Path) -> None:
 
 
 def test_the_length_penalty_is_in_the_rewards(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "validation" / "3.jsonl").read_text().splitlines()]
-    assert all(-0.5 <= row["reward_length"] <= 0 for row in rows) and any(row["reward_length"] < -0.05 for row in rows)
-    for row in rows:
-        parts = [row[f"reward_{name}"] for name in ("base", "overlong", "length", "tool_bonus")]
-        assert row["score"] == pytest.approx(sum(parts), abs=1e-5)
+    rows = store.read(store.path_of(run, "trajectories", 3, validate=True)).to_pylist()
+    parts = [json.loads(row["reward_parts"]) for row in rows]
+    assert all(-0.5 <= each["reward_length"] <= 0 for each in parts)
+    assert any(each["reward_length"] < -0.05 for each in parts)
+    for row, each in zip(rows, parts, strict=True):
+        own = sum(each[f"reward_{name}"] for name in ("base", "overlong", "length", "tool_bonus"))
+        assert row["score"] == pytest.approx(own, abs=1e-5)
+
+
+def test_verls_dumps_become_the_records_that_the_run_wrote(run: Path, tmp_path: Path) -> None:
+    import_dumps(run / "validation", tmp_path)
+    for step in FULL:
+        files = [store.path_of(folder, "trajectories", step, validate=True) for folder in (run, tmp_path)]
+        recorded, imported = ({sample.uid: sample for sample in read_samples(file)} for file in files)
+        assert recorded.keys() == imported.keys()
+        for uid, sample in recorded.items():
+            for name in SAME:
+                assert getattr(imported[uid], name) == getattr(sample, name), (uid, name)
+            assert imported[uid].score == pytest.approx(sample.score, abs=1e-5)
 
 
 def test_tensorboard_and_offline_wandb_hold_what_the_file_logger_has(run: Path) -> None:
@@ -199,9 +216,9 @@ def test_validation_generations_are_in_tensorboard_and_in_offline_wandb(run: Pat
     _, texts = read_tensorboard(run / "tensorboard")
     assert set(texts) == FULL | LIGHT
     for step in FULL:
-        rows = [json.loads(line) for line in (run / "validation" / f"{step}.jsonl").read_text().splitlines()]
+        samples = read_samples(store.path_of(run, "trajectories", step, validate=True))
         assert texts[step].count("### Sample") == 3
-        assert sum(f"**Output:** {row['output']}\n" in texts[step] for row in rows) >= 3
+        assert sum(f"**Output:** {sample.output}\n" in texts[step] for sample in samples) >= 3
     tables = {step: data for step, data in read_wandb(run / "wandb").items() if "val/generations/path" in data}
     assert set(tables) == FULL | LIGHT
     files = {

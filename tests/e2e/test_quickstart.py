@@ -84,11 +84,7 @@ def test_every_stage_leaves_its_result(run: tuple) -> None:
 def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:
     evaluation = json.loads((run[0] / "summary.json").read_text())["evaluation"]
     rows = {
-        when: sorted(
-            (row["data_source"], row["input"])
-            for path in (run[0] / "eval" / when).glob("*.jsonl")
-            for row in map(json.loads, path.read_text().splitlines())
-        )
+        when: sorted((row["domain"], row["prompt"]) for row in store.rows(run[0] / "eval" / when))
         for when in ("before", "after")
     }
     assert rows["before"] == rows["after"]

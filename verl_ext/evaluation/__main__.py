@@ -6,7 +6,7 @@
     python -m verl_ext.evaluation --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
     # a checkpoint of an SFT or RL run, merged first
     python -m verl_ext.evaluation --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
-    # only the figures of existing samples: those of an evaluation, or of a run's last validation
+    # only the figures of samples that exist: those of an evaluation, or of a run's last validation
     python -m verl_ext.evaluation --samples outputs/run --compare outputs/other_run
 
 The settings come from a run's YAML: protocol and limits from `retool`, lengths from `data`, sampling from `val_kwargs`,
@@ -14,8 +14,8 @@ vLLM's from `rollout`. Without --config, this is the run that the model's folder
 it is {BASE}, fitted to the GPUs of this machine, and you must give --protocol unless the model's chat template shows a
 call.
 
-The folder --out gets samples.jsonl (each sample when it ends), settings.json, result.json and result.md. The same
-command continues an interrupted evaluation. A sample with an infrastructure failure (sandbox, server, verifier) is in
+The folder --out gets records/ (each sample when it ends), settings.json, result.json and result.md. The same command
+continues an interrupted evaluation. A sample with an infrastructure failure (sandbox, server, verifier) is in
 no figure, and the same command tries it again. The exit status is 0 if all samples are judged.
 """
 
@@ -33,10 +33,10 @@ from verl_ext.datasets.rows import DataError
 from verl_ext.evaluation.checkpoint import Checkpoint, CheckpointError, find_checkpoint, merge, settings_of
 from verl_ext.evaluation.defaults import BASE, Chosen, choose, for_this_machine
 from verl_ext.evaluation.problems import NAMES, read_sets
-from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
+from verl_ext.evaluation.result import make_result, write_result
+from verl_ext.evaluation.samples import NoSamples, find_samples
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
 from verl_ext.evaluation.store import OtherSettings, Store
-from verl_ext.runs.jsonl import OtherForm
 from verl_ext.runs.lock import lock_folder
 from verl_ext.runs.machine import environment
 from verl_ext.runs.parquet import Unreadable
@@ -45,7 +45,7 @@ from verl_ext.sandbox.launch import SandboxNotReady, running_server
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-KNOWN = (CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady, Unreadable)
+KNOWN = (CheckpointError, ConfigError, DataError, NoSamples, OtherSettings, SandboxNotReady, Unreadable)
 SHORTHANDS = {  # flag -> (key of the config, type)
     "n": ("actor_rollout_ref.rollout.val_kwargs.n", int),
     "temperature": ("actor_rollout_ref.rollout.val_kwargs.temperature", float),
@@ -153,10 +153,9 @@ def take_samples(args: argparse.Namespace) -> Path:
     with lock_folder(args.out), nullcontext(urls) if urls else running_server(workers=workers) as urls:
         sandbox.urls = urls.split(",")
         config.trainer.default_local_dir = str(args.out)
-        config.retool.recorder.enable = False  # samples.jsonl has it all
         config.actor_rollout_ref.model.path = str(args.model or args.tokenizer or "")
         about = {"config": chosen.config, "overrides": chosen.overrides, "sandbox": urls, "environment": environment()}
-        asyncio.run(_take_samples(args, config, about, rows))
+        asyncio.run(_take_samples(args, config, about, rows, checkpoint.step if checkpoint else 0))
     return args.out
 
 
@@ -218,7 +217,7 @@ def _no_model(path: Path) -> str:
 
 
 async def _take_samples(
-    args: argparse.Namespace, config: "DictConfig", about: dict[str, Any], rows: list[dict[str, Any]]
+    args: argparse.Namespace, config: "DictConfig", about: dict[str, Any], rows: list[dict[str, Any]], step: int
 ) -> None:
     from verl_ext.evaluation.sampling import InfrastructureDown, Sampler, make_tasks, pending
     from verl_ext.rollout.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
@@ -259,9 +258,9 @@ async def _take_samples(
             settings = sample_settings(config, rows, seed=args.seed, chat_template=template, **of_server)
             tasks = make_tasks(rows, settings["n"], args.seed)
             about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
-            store = Store(args.out, settings, about)
-            stack.callback(store.close)
-            if pending(tasks, store.rows()):
+            store = Store(args.out, settings, about, step)
+            stack.callback(store.join)
+            if pending(tasks, store.rows):
                 if args.model:
                     server.start()
                 await sampler.run(tasks, store, concurrency=args.concurrency)

@@ -30,7 +30,7 @@ def _majority(samples: Sequence[Sample], k: int) -> float:
     """Return acc of the most frequent answer of k samples: the mean over disjoint blocks of k, in order of their uids.
 
     The rest after the last whole block is left out. It is unbiased, because a uid says nothing about its sample; the
-    order of a dump would not be, because short responses end first.
+    order in a file would not be, because short responses end first.
     """
     blocks = [samples[start : start + k] for start in range(0, len(samples) - k + 1, k)]
     columns = [[[getattr(row, name) for row in block] for name in ("pred", "acc", "normalised")] for block in blocks]
@@ -53,7 +53,7 @@ METRICS: dict[str, Callable[[Sequence[Sample], int], tuple[float, float]]] = {
     "tool/timeout_rate": lambda rows, k: (_sum(rows, "tool_timeouts"), _sum(rows, "tool_calls")),
     "turns": lambda rows, k: (_sum(rows, "model_turns"), len(rows)),  # stretches written by the model
     "model_tokens": lambda rows, k: (_sum(rows, "response_tokens"), len(rows)),  # tool output not counted
-    "truncation_rate": lambda rows, k: (_sum(rows, "truncated"), len(rows)),  # samples cut by the response budget
+    "truncation_rate": lambda rows, k: (_sum(rows, "is_truncated"), len(rows)),  # samples cut by the response budget
 }
 Problem = tuple[str, str, str, str]  # `Sample.problem_key`: the first is the data source, the third the id
 UNBOUNDED = ("turns", "model_tokens")  # the others are shares, from 0 to 1
@@ -87,7 +87,7 @@ class Difference:
     data_sources: list[str]
     num_problems: int
     num_units: int  # of intervals and tests, as in `Evaluation`
-    num_unmatched: int  # problems of either dump that the other has no judged sample of
+    num_unmatched: int  # problems of either side that the other has no judged sample of
     k: int
     metrics: dict[str, Estimate | None]
     test: PairedTest
@@ -109,7 +109,7 @@ def evaluate(
         ValueError: there are no samples, or k is outside [1, n].
     """
     if not samples:
-        raise ValueError("No samples to evaluate. Check that the dump is not empty.")
+        raise ValueError("No samples to evaluate. Check that the file of records is not empty.")
     problems = _by_problem(samples)
     n, k = _counts([problems], k)
     figures = {}
@@ -128,7 +128,7 @@ def evaluate(
             excluded={kind: sum(row.failure == kind for row in rows) for kind in EVALUATION_FAILURES},
             n=n,
             k=k,
-            finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),
+            finish_reasons=dict(sorted(Counter(row.end_reason for row in rows).items())),
             metrics=_with_intervals(bootstrap_ratios(*terms, draws=draws, seed=seed), terms),
         )
     return figures
@@ -139,14 +139,14 @@ def compare(
 ) -> dict[str, Difference]:
     """Return figures of `after` minus those of `before`, paired by problem: both sides share one resampling.
 
-    Problems are paired by their names (`Sample.problem_key`). If no name is on both sides, as in verl's own dumps or
-    with the instructions of another protocol in a run's records, the input text replaces it, chat template included.
+    Problems are paired by their names (`Sample.problem_key`). If no name is on both sides, as in imported dumps or
+    with the instructions of another protocol in a run's records, the prompt's text replaces it, chat template included.
 
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
     sides = [_by_problem(side) for side in (before, after)]
     if not sides[0].keys() & sides[1].keys():
-        sides = [_by_problem([row for row in side if row.input], by_input=True) for side in (before, after)]
+        sides = [_by_problem([row for row in side if row.prompt], by_prompt=True) for side in (before, after)]
     _, k = _counts(sides, k)
     judged = [_judged(side) for side in sides]
     common = [key for key in judged[0] if key in judged[1]]
@@ -273,7 +273,7 @@ def format_comparison(
     """Format `comparison_tables` for a terminal, with the number of problems that are not in them."""
     blocks = list(map(align, comparison_tables(before, after, difference)))
     if unmatched := unmatched_problems(difference):
-        blocks.append(f"{unmatched} problems have judged samples in only one dump and are not in the difference.")
+        blocks.append(f"{unmatched} problems have judged samples on only one side and are not in the difference.")
     return "\n\n".join(blocks)
 
 
@@ -294,10 +294,10 @@ def align(table: list[list[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _by_problem(samples: Iterable[Sample], *, by_input: bool = False) -> dict[Problem, list[Sample]]:
+def _by_problem(samples: Iterable[Sample], *, by_prompt: bool = False) -> dict[Problem, list[Sample]]:
     problems = defaultdict(list)
     for sample in samples:
-        problems[sample.problem_key(by_input=by_input)].append(sample)
+        problems[sample.problem_key(by_prompt=by_prompt)].append(sample)
     return {key: sorted(rows, key=lambda row: row.uid) for key, rows in problems.items()}
 
 
@@ -312,7 +312,7 @@ def _counts(sides: list[dict[Problem, list[Sample]]], k: int | None) -> tuple[in
     sizes = [Counter(map(len, problems.values())) for problems in sides if problems]
     n = min((max(each, key=lambda size: (each[size], size)) for each in sizes), default=1)
     if k is not None and not 1 <= k <= n:
-        raise ValueError(f"k is {k}, but best@k and maj@k need 1 <= k <= {n}, the samples a problem has in the dump.")
+        raise ValueError(f"k is {k}, but best@k and maj@k need 1 <= k <= {n}, the samples a problem has.")
     return n, k or n
 
 

@@ -1,13 +1,14 @@
-"""Compute how often a model solves each problem of a data file, from verl's sample dumps, and choose which to keep."""
+"""Compute how often a model solves each problem of a data file, from samples of past runs, and choose which to keep."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-from verl_ext.evaluation.past_samples import PastSample
+from verl_ext.evaluation.samples import NoSamples, Sample
 from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
 
@@ -29,11 +30,11 @@ class Tally:
 
 
 def match_prompts(prompts: Iterable[Sequence[dict[str, str]]], inputs: Iterable[str]) -> dict[str, list[int]]:
-    """Return, for each input text of dumped samples, the rows of a data file it was made from; none if not in the file.
+    """Return, for each prompt text of samples, the rows of a data file it was made from; none if not in the file.
 
-    A dump has the prompt as the chat template rendered it, without the row's number. What the template puts around the
-    messages is the same for all prompts of a run: it is learned from a few samples. A template may leave out messages
-    before the last one, which then do not distinguish rows.
+    A sample has the prompt as the chat template rendered it. What the template puts around the messages is the same for
+    all prompts of a run: it is learned from a few samples. A template may leave out messages before the last one, which
+    then do not distinguish rows.
 
     Args:
         prompts: messages of each row.
@@ -98,17 +99,17 @@ def _with_gaps(before: str, others: Others) -> str:
     return found + rest
 
 
-def tally(samples: Sequence[PastSample], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Tally], int]:
+def tally(samples: Sequence[Sample], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Tally], int]:
     """Return (the tally of each row's problem, number of samples whose problem is in no row).
 
     Args:
         rows: those of a data file in verl's columns; rows of the same problem share its samples.
     """
-    matches = match_prompts((row["prompt"] for row in rows), (sample.input for sample in samples))
+    matches = match_prompts((row["prompt"] for row in rows), (sample.prompt for sample in samples))
     tallies, unknown = [Tally() for _ in rows], 0
     names = [""] * len(rows)
     for sample in samples:
-        found = _of_its_problem(sample, matches[sample.input], rows, names)
+        found = _of_its_problem(sample, matches[sample.prompt], rows, names)
         unknown += not found
         if sample.failure:
             continue
@@ -118,9 +119,23 @@ def tally(samples: Sequence[PastSample], rows: Sequence[Mapping[str, Any]]) -> t
     return tallies, unknown
 
 
-def _of_its_problem(
-    sample: PastSample, found: list[int], rows: Sequence[Mapping[str, Any]], names: list[str]
-) -> list[int]:
+def check_match(unknown: int, samples: Sequence[Sample], sources: Sequence[Path], data: Path) -> None:
+    """Raise if no sample is of a problem of the data file.
+
+    Raises:
+        NoSamples: the message shows what a prompt of the samples looks like.
+    """
+    if samples and unknown == len(samples):
+        shown = " ".join(samples[0].prompt.split())[:160]
+        named = ", ".join(map(str, sources))
+        raise NoSamples(
+            f"None of the {len(samples):,} samples in {named} belongs to a problem of {data}. The text "
+            "of a problem must be the same in both: the same data, with the same instructions around the problem. The "
+            f"first sample's prompt: {shown!r}"
+        )
+
+
+def _of_its_problem(sample: Sample, found: list[int], rows: Sequence[Mapping[str, Any]], names: list[str]) -> list[int]:
     """Return those of the rows with a sample's last message that are its problem, as far as both sides identify it.
 
     Args:
@@ -130,7 +145,7 @@ def _of_its_problem(
         names[i] = names[i] or problem_of({**rows[i], "raw_prompt": rows[i]["prompt"]})
     if same := [i for i in found if names[i] == sample.problem != ""]:
         return same
-    for i, value in enumerate((sample.data_source, sample.id, sample.gold)):
+    for i, value in enumerate((sample.data_source, sample.id, sample.ground_truth)):
         found = [row for row in found if not value or _said(rows[row])[i] in ("", value)]
     return found
 
@@ -162,7 +177,7 @@ def histogram(tallies: Iterable[Tally], kept: Iterable[bool]) -> str:
     return "\n".join(lines)
 
 
-def record(row: int, extra_info: dict[str, Any], own: Tally, keep: bool) -> str:
+def rate_line(row: int, extra_info: dict[str, Any], own: Tally, keep: bool) -> str:
     """Return one JSON line about a problem."""
     rates = {"samples": own.judged, "correct": own.correct, "pass_rate": own.pass_rate, "kept": keep}
     return jsonl.dumps({"row": row, "id": str(extra_info.get("id", extra_info.get("index", row)))} | rates)

@@ -10,37 +10,13 @@ import msgspec
 
 from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse
 from verl_ext.evaluation import figures as evaluation
-from verl_ext.evaluation.samples import Sample, read_dump
-from verl_ext.evaluation.store import SETTINGS, flatten
+from verl_ext.evaluation.samples import NoSamples, Sample, failure_of, find_samples, sample_of
+from verl_ext.evaluation.store import flatten
 from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records import store
 from verl_ext.rollout.tool_use import tool_metrics
-from verl_ext.runs import durable, jsonl
-from verl_ext.runs.folder import SAMPLES, sample_files
-
-
-class NoSamples(ValueError):
-    """There is no file of samples, or nothing in it that could be judged."""
-
-
-def find_samples(path: Path) -> Path:
-    """Return the samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps.
-
-    For a folder of dumps these are those of the last step. For a run's folder they are the last validation (from its
-    records, or else from verl's dumps), or else the last evaluation; for the quickstart's folder those after RL, or
-    before, or those of its RL run.
-
-    Raises:
-        NoSamples: there are none of these.
-    """
-    if path.is_file():
-        return path
-    if not (found := sample_files(path)):
-        raise NoSamples(
-            f"No samples at {path}. Expected the folder of an evaluation, of a run with validations or evaluations, a "
-            "file of samples or records, or a trainer.validation_data_dir with <step>.jsonl."
-        )
-    return found[-1]
+from verl_ext.runs import durable
+from verl_ext.runs.folder import FOLDER, SETTINGS
 
 
 def make_result(
@@ -54,11 +30,12 @@ def make_result(
         seed: the bootstrap's seed.
     Raises:
         NoSamples: none were judged, or the two sides have no problem in common.
-        ValueError: a file has a row of another form; the message names the line.
+        Unreadable: a file is no file of records; the message names it.
     """
     settings = {"draws": draws, "seed": seed}
     file = find_samples(path)
-    samples, about, tools = _judged_somewhere(file), _about(file), _tools(file)
+    rows, about = store.read(file).to_pylist(), _about(file)
+    samples, tools = _judged_somewhere(file, rows), _tools(rows)
     figures, curves = evaluation.evaluate(samples, **settings), evaluation.by_k(samples, **settings)
     failed = Counter(sample.failure for sample in samples if sample.failure)
     wanted = about.get("samples") or len(samples)
@@ -113,8 +90,8 @@ def markdown(table: list[list[str]]) -> str:
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
 
-def _judged_somewhere(file: Path) -> list[Sample]:
-    samples = read_dump(file)
+def _judged_somewhere(file: Path, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    samples = [sample_of(row) for row in rows]
     if all(sample.failure for sample in samples):
         kinds = dict(Counter(sample.failure for sample in samples)) or "it is empty"
         raise NoSamples(f"No sample in {file} was judged: {kinds}. See the warnings that the evaluation printed.")
@@ -122,46 +99,34 @@ def _judged_somewhere(file: Path) -> list[Sample]:
 
 
 def _about(file: Path) -> dict[str, Any]:
-    """Return what the evaluation has noted about itself; {} for a validation dump."""
-    noted = file.parent / SETTINGS
-    return json.loads(noted.read_text()) if file.name == SAMPLES and noted.is_file() else {}
+    """Return what an evaluation has noted about itself; {} for the records of a validation."""
+    records = file.resolve().parent.parent
+    noted = records.parent / SETTINGS
+    return json.loads(noted.read_text()) if records.name == FOLDER and noted.is_file() else {}
 
 
-def _tools(file: Path) -> dict[str, float]:
-    """Return `tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
-    rows = map(_tool_row, store.read(file).to_pylist()) if file.suffix == ".parquet" else jsonl.read(file)
-    last = {row.get("uid"): row for row in rows}.values()
-    return tool_metrics([_episode(row) for row in last if row.get("tool_use") and not row.get("failure")])
+def _tools(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return `tool_metrics` of the samples that were judged; {} if they note no use of tools, as imported ones."""
+    noted = [row for row in rows if row["tool_use"] not in (None, "{}") and not failure_of(row)]
+    return tool_metrics([_episode(row) for row in noted])
 
 
 def _episode(row: Mapping[str, Any]) -> Episode:
-    """Return what `tool_metrics` needs of a row of `samples.jsonl`."""
+    """Return what `tool_metrics` needs of a row of the records."""
+    turns = [turn for turn in row["turns"] if turn["role"] == "model"]
     return Episode(
-        EpisodeKey(str(row["uid"]), 0),
-        rows=[TokenRow(model_spans=row["model_spans"])],
-        finish_reason=row["finish_reason"],
-        use=msgspec.convert(row["tool_use"], ToolUse),
+        EpisodeKey(row["uid"], row["session"]),
+        rows=[TokenRow(model_spans=[(turn["start"], turn["start"] + turn["tokens"]) for turn in turns])],
+        finish_reason=row["end_reason"],
+        use=msgspec.json.decode(row["tool_use"], type=ToolUse),
         reward=Reward(None, {"acc": row["acc"]}),
     )
-
-
-def _tool_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of records with the keys of `samples.jsonl` that `_episode` takes."""
-    turns = [turn for turn in row["turns"] or () if turn["role"] == "model"]
-    return {
-        "uid": (row["uid"], row["session"]),
-        "tool_use": json.loads(row["tool_use"] or "{}"),
-        "acc": row["acc"],
-        "failure": row["acc"] is None,
-        "finish_reason": row["end_reason"],
-        "model_spans": [(turn["start"], turn["start"] + turn["tokens"]) for turn in turns],
-    }
 
 
 def _comparison(
     file: Path, samples: Sequence[Sample], other: Path, settings: Mapping[str, int]
 ) -> tuple[dict[str, Any], str]:
-    before = _judged_somewhere(other)
+    before = _judged_somewhere(other, store.read(other).to_pylist())
     difference = evaluation.compare(before, samples, **settings)
     if not difference:
         raise NoSamples(

@@ -1,11 +1,12 @@
 """Take an evaluation's samples: training's agent loop on every problem, n times, scored by the reward manager.
 
-An infrastructure failure (sandbox, server, verifier) is a separate kind of row: it is in no figure, and the next start
-retries it. Everything here runs in one event loop.
+A sample that an infrastructure failure (sandbox, server, verifier) ended is in no figure, and the next start retries
+it. Everything here runs in one event loop.
 """
 
 import asyncio
 import functools
+import json
 import logging
 import sys
 import time
@@ -20,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.environments.toolbox import load_tools
 from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
-from verl_ext.evaluation.samples import NUMBERS, TEXTS
+from verl_ext.evaluation.samples import failure_of
 from verl_ext.evaluation.store import Store
-from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
-from verl_ext.records.problem import id_of
+from verl_ext.outcome import UNVERIFIED, RolloutEnd
+from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.reward.rewarder import Rewarder
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
@@ -34,6 +35,7 @@ from verl_ext.settings import REPO, FailedSamples
 logger = logging.getLogger(__name__)
 
 GIVE_UP_AFTER = 16  # samples in a row that failed because of sandbox or server
+_JUDGED = ("end_reason", "exception", "fault", "score", "acc", "reward_parts", "verdict")  # columns of a verdict
 
 
 class InfrastructureDown(RuntimeError):
@@ -52,20 +54,15 @@ class Task:
     def key(self) -> EpisodeKey:
         return EpisodeKey(self.row["uid"], self.number)
 
-    @property
-    def uid(self) -> str:
-        """Return the sample's name as in verl's dumps."""
-        return str(self.key)
-
 
 def make_tasks(rows: Sequence[dict[str, Any]], n: int, seed: int) -> list[Task]:
     """Return tasks for one sample of every problem, then for the second, ...: early results cover all problems."""
     return [Task(row, number, seed_of(seed, row["uid"], number)) for number in range(n) for row in rows]
 
 
-def pending(tasks: Sequence[Task], there: Mapping[str, Mapping[str, Any]]) -> list[Task]:
+def pending(tasks: Sequence[Task], there: Mapping[EpisodeKey, Mapping[str, Any]]) -> list[Task]:
     """Return the tasks without a judged row."""
-    return [task for task in tasks if task.uid not in there or there[task.uid]["failure"]]
+    return [task for task in tasks if task.key not in there or failure_of(there[task.key])]
 
 
 class Sampler:
@@ -85,7 +82,11 @@ class Sampler:
         self._max_prompt_length, self._max_response_length = rollout.prompt_length, rollout.response_length
         self._retries = FailedSamples.from_config(config).retries
         self._params = {name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")}
-        config = OmegaConf.merge(config, {"actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}}})
+        own = {
+            "actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}},
+            "retool": {"recorder": {"enable": True}},
+        }
+        config = OmegaConf.merge(config, own)
         self._default_loop = rollout.agent.default_agent_loop
         self._protocols = {
             each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
@@ -124,22 +125,21 @@ class Sampler:
                 )
 
     async def run(self, tasks: Sequence[Task], store: Store, *, concurrency: int) -> None:
-        """Take the samples of which `store` has no judged row, and append each as it ends.
+        """Take the samples of which `store` has no judged row, and add each as it ends.
 
         Raises:
             InfrastructureDown: see there; finished samples are kept.
         """
-        there = store.rows()
-        todo = pending(tasks, there)
+        todo = pending(tasks, store.rows)
         waiting, accs, failed = iter(todo), [], 0
         with progress_bar(total=len(tasks), initial=len(tasks) - len(todo), desc="samples", delay=0) as progress:
 
             async def work() -> None:
                 nonlocal failed
                 for task in waiting:
-                    row = await self.take(task, there.get(task.uid))
+                    row = await self.take(task, store.rows.get(task.key))
                     store.add(row)
-                    if row["failure"]:
+                    if failure_of(row):
                         failed += 1
                     else:
                         accs.append(row["acc"])
@@ -157,41 +157,45 @@ class Sampler:
                 await asyncio.gather(*workers, return_exceptions=True)
 
     async def take(self, task: Task, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Take one sample and return it as a row of `samples.jsonl`.
+        """Take one sample and return it as a row of the records.
 
         Args:
             before: an earlier attempt's row. A response that no verifier could judge is judged again, not sampled
                 again: responses must not be drawn until one is easy to verify.
         """
-        started = time.perf_counter()
         seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0, "call_retries": self._retries}
-        if before and before["failure"] == UNVERIFIED:
-            row = TokenRow(ids=before["response_ids"], model_spans=before["model_spans"])
-            use = msgspec.convert(before["tool_use"], ToolUse)
-            episode = Episode(task.key, rows=[row], finish_reason=before["finish_reason"], use=use)
-            prompt = before["input"]
+        if before and failure_of(before) == UNVERIFIED:
+            episode = self._episode_of(task.key, before)
+            episode.reward = await self._reward.score_episode(episode, columns)
+            after = to_record(episode)
+            return dict(before) | {name: after[name] for name in _JUDGED}
+        started, began = time.time(), time.perf_counter()
+        try:
+            episode = await self._loop(task.row).roll_out(self._params | seed, **columns)
+        except ServerFailure as error:
+            logger.warning("%s: %s", task.key, error)
+            episode = Episode(task.key, finish_reason=RolloutEnd.ABORTED, exception=str(error))
         else:
-            try:
-                episode = await self._loop(task.row).roll_out(self._params | seed, **columns)
-            except ServerFailure as error:
-                logger.warning("%s: %s", task.uid, error)
-                return _row(task, finish_reason=SERVER_FAILURE, failure=SERVER_FAILURE, error=str(error), **seed)
-            prompt = self._tokenizer.decode(episode.row.prompt_ids, skip_special_tokens=True)
-        reward = await self._reward.score_episode(episode, columns)
-        failure = evaluation_failure(reward.info)
-        return _row(
-            task,
-            input=prompt,
-            output=self._tokenizer.decode(episode.row.ids, skip_special_tokens=True),
-            failure=failure,
-            **seed,
-            **reward.info | {"score": reward.score} | ({"acc": None} if failure else {}),
-            seconds=round(time.perf_counter() - started, 3),
-            model_spans=episode.row.model_spans,
-            tool_use=vars(episode.use),
-            **{"response_ids": episode.row.ids} if failure == UNVERIFIED else {},
-        )
+            rolled_out = time.perf_counter()
+            episode.reward = await self._reward.score_episode(episode, columns)
+            episode.score_s = time.perf_counter() - rolled_out
+        episode.started_s, episode.ended_s = started, started + time.perf_counter() - began
+        episode.sampling = self._params | seed
+        return problem_columns(columns, validate=True) | {"problem": task.row["problem"]} | to_record(episode)
+
+    def _episode_of(self, key: EpisodeKey, row: Mapping[str, Any]) -> Episode:
+        """Return what the reward manager needs of a recorded response. Its text is encoded again, so the numbers of
+        tokens may differ a little from those of the response, which matters only for penalties on the length."""
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for turn in row["turns"]:
+            start = len(ids)
+            ids += self._tokenizer.encode(turn["text"], add_special_tokens=False)
+            spans += [(start, len(ids))] if turn["role"] == "model" else []
+        finish_reason = json.loads(row["reward_parts"])["finish_reason"]
+        use = msgspec.json.decode(row["tool_use"], type=ToolUse)
+        return Episode(key, rows=[TokenRow(ids=ids, model_spans=spans)], finish_reason=finish_reason, use=use)
 
     def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:
         name = row.get("agent_name") or self._default_loop
@@ -204,19 +208,13 @@ class Sampler:
         return self._loops[name]
 
     def _stop_if_down(self, row: Mapping[str, Any]) -> None:
-        if row["failure"] in (None, UNVERIFIED):
+        failure = failure_of(row)
+        if failure in (None, UNVERIFIED):
             self._failed_in_a_row.clear()
             return
-        self._failed_in_a_row.append(row["failure"])
+        self._failed_in_a_row.append(failure)
         if len(self._failed_in_a_row) >= GIVE_UP_AFTER:
             raise InfrastructureDown(
                 f"The last {GIVE_UP_AFTER} samples failed ({', '.join(sorted(set(self._failed_in_a_row)))}): "
-                f"{row.get('error') or 'the sandbox does not answer; see the warnings above'}"
+                f"{row['exception'] or 'the sandbox does not answer; see the warnings above'}"
             )
-
-
-def _row(task: Task, **values: Any) -> dict[str, Any]:
-    """Return a row with the keys that `samples.read_dump` needs; those that `values` lacks are empty."""
-    row = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, 0.0) | {"acc": None} | values
-    row |= {"uid": task.uid, "data_source": task.row["data_source"], "gts": task.row["reward_model"]["ground_truth"]}
-    return row | {"problem": task.row["problem"], "id": id_of(task.row)}

@@ -1,6 +1,8 @@
-"""The folder of an evaluation: its settings, and every sample as it ended.
+"""The folder of an evaluation: its settings, and its samples as records.
 
-`samples.jsonl` has the keys of verl's validation dumps and more, one row per attempt; the last row of a `uid` counts.
+A file of records is written whole or not at all, so each sample is first a file of the kind `waiting`, on the disk when
+the sample has ended. Once many wait, and at the end, they are put into the one file of trajectories, in which the last
+attempt at a sample counts.
 """
 
 import json
@@ -8,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.runs import durable, jsonl
-from verl_ext.runs.folder import SAMPLES
+from verl_ext.episode import EpisodeKey
+from verl_ext.records import store
+from verl_ext.runs import durable
+from verl_ext.runs.folder import FOLDER, SETTINGS, file_of, files_of, path_of
 
-SETTINGS = "settings.json"
+# Samples that wait before they are put into the file, which is then written anew: at least, and as a share of all.
+WAITING, WAITING_SHARE = 64, 0.125
 
 
 class OtherSettings(ValueError):
@@ -19,24 +24,28 @@ class OtherSettings(ValueError):
 
 
 class Store:
-    """Appends rows, and reads those that an earlier start has left.
+    """Keeps rows of records, and has those that an earlier start has left.
 
     Args:
         folder: created if missing.
         settings: what the samples depend on; plain JSON.
         about: what the samples do not depend on, such as addresses and versions, for a reader.
+        step: of the model's checkpoint; 0 for a model without a run. What is there keeps its step.
+    Attributes:
+        path: the file of trajectories.
+        rows: the last row of each sample.
     Raises:
         OtherSettings: the folder has samples of other settings; the message names what differs.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any]):
-        self.folder, self.samples = folder, folder / SAMPLES
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any], step: int = 0):
+        self.path = next((file.path for file in files_of(folder)), path_of(folder, "trajectories", step, validate=True))
+        self._step, self._waiting = file_of(self.path).step, folder / FOLDER / "waiting"
         path = folder / SETTINGS
-        if self.samples.exists() and self.samples.stat().st_size:
+        if (folder / FOLDER).is_dir():
             if not path.exists():
                 raise OtherSettings(
-                    f"{folder} has {SAMPLES}, but no {SETTINGS} that says how they were made. Delete it."
+                    f"{folder} has {FOLDER}/, but no {SETTINGS} that says how they were made. Delete it."
                 )
             there, now = (flatten(each) for each in (json.loads(path.read_text())["settings"], settings))
             changed = [key for key in there | now if there.get(key) != now.get(key)]
@@ -46,20 +55,37 @@ class Store:
                     f"{folder} holds samples made with other settings:\n{lines}"
                     "Use the same settings to continue, another folder (--out) to start over, or delete this one."
                 )
+        folder.mkdir(parents=True, exist_ok=True)
         durable.write_text(path, json.dumps({"settings": settings, **about}, indent=1) + "\n")
-        jsonl.cut_half_line(self.samples)
-        self._sink = open(self.samples, "a", encoding="utf-8")
-
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """Return the last row of each `uid`."""
-        return {row["uid"]: row for row in jsonl.read(self.samples)}
+        store.remove_half_written(folder)
+        there = [self.path] * self.path.exists() + self._parts()
+        self.rows = {key_of(row): row for part in there for row in store.read(part).to_pylist()}
+        self._number = 0
+        self.join()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        self._sink.write(f"{jsonl.dumps(row)}\n")
-        self._sink.flush()
+        row = dict(row) | {"step": self._step}
+        store.write(self._waiting / f"{self._number:06d}.parquet", "waiting", [row])
+        self._number += 1
+        self.rows[key_of(row)] = row
+        if self._number >= max(WAITING, WAITING_SHARE * len(self.rows)):
+            self.join()
 
-    def close(self) -> None:
-        self._sink.close()
+    def join(self) -> None:
+        """Put the samples that wait into the file of trajectories."""
+        if parts := self._parts():
+            store.write(self.path, "trajectories", self.rows.values())
+        for part in parts:
+            part.unlink()
+        self._number = 0
+
+    def _parts(self) -> list[Path]:
+        return sorted(self._waiting.glob("*.parquet"))
+
+
+def key_of(row: Mapping[str, Any]) -> EpisodeKey:
+    """Return the name of the sample in a row of records."""
+    return EpisodeKey(row["uid"], row["session"])
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,6 +37,7 @@ from verl_ext.quickstart.supervise import (
     show_sft_progress,
 )
 from verl_ext.runs import durable
+from verl_ext.runs.folder import judged_files
 from verl_ext.runs.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
@@ -136,21 +137,21 @@ def merge(run: Quickstart, name: str) -> None:
 def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
-    folder, target = run.out / "eval", run.out / "eval" / when
+    target = run.out / "eval" / when
     problems = ",".join([f"'{run.out / 'data' / 'eval.parquet'}'"] * EVALUATION_SAMPLES)
     overrides = [
         *run.rl,
         *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
-        *(f"trainer.validation_data_dir='{target}'", f"data.val_files=[{problems}]"),
+        *(f"data.val_files=[{problems}]", "retool.recorder.enable=true"),
         *("trainer.save_freq=-1", f"trainer.experiment_name={run.rung.name}_eval"),
     ]
     shutil.rmtree(target, ignore_errors=True)
     with running_server(options=SANDBOX_OPTIONS) as url:
         # No doctor: the settings are those of the RL run, and every input comes from earlier stages.
         environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
-        run.launch(run.rung.rl_launcher, overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
-    if not list(target.glob("*.jsonl")):
-        raise CommandFailed(f"The evaluation wrote no samples into {target}. See {run.out / 'eval' / when}.log.")
+        run.launch(run.rung.rl_launcher, overrides, target, target.with_suffix(".log"), **environment)
+    if not judged_files(target):
+        raise CommandFailed(f"The evaluation wrote no records into {target}. See {target}.log.")
     if (shortcuts := run.out / "data" / "shortcuts.txt").is_file():  # of the small task
         print(textwrap.indent(shortcuts.read_text().rstrip(), "  "), flush=True)
 

@@ -1,6 +1,6 @@
 """The identity of a problem: which rows of a data set, and so which samples, are draws of the same one.
 
-Everything that groups by problem uses it: the records, the reward manager (for verl's dumps), an evaluation, the
+Everything that groups by problem uses it: the records, the reward manager (for verl's own dumps), an evaluation, the
 figures, pass rates and adaptive sampling.
 """
 

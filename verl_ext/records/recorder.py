@@ -26,6 +26,7 @@ from verl_ext.records.fates import why, why_left_out
 from verl_ext.records.schema import CPU_KEY, LOST_KEY
 from verl_ext.records.token_rows import TokenParts, token_table
 from verl_ext.runs import parquet
+from verl_ext.runs.folder import file_of
 from verl_ext.settings import RecorderSettings
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Fates:
         taken: rollout that a batch took -> its advantage; None if its tokens differ.
         fillers: uids that a batch took because it lacked useful groups.
         left_out: rollout of these groups that is not in the loss -> why.
+        light: the validation is a light one.
     """
 
     step: int
@@ -62,6 +64,7 @@ class Fates:
     fillers: frozenset[str] = frozenset()
     left_out: Mapping[EpisodeKey, str] = field(default_factory=dict)
     validate: bool = False
+    light: bool = False
 
 
 _failed: set[tuple[str, type]] = set()  # failures that this process has already logged
@@ -104,7 +107,7 @@ class Recorder:
         self._cpu_s = -time.process_time()  # including the senders', since the newest file of trajectories
         self.lost = self.unwritten = 0  # groups that never arrived or were dropped; files
         self._failing: set[str] = set()  # what the disk refused at the last try; only the first gets a warning
-        self._sizes: dict[int, int] = {}  # step -> bytes of its files
+        self._sizes: dict[int, int] = {}  # as `store.sizes`
         with self._guard("cleaned"):
             self._sizes = store.sizes(run)
 
@@ -141,7 +144,7 @@ class Recorder:
         Groups whose fate is known are written first, because that run would take them for open."""
         self._write_ended(wait=False)
         rows = (row for group in self._groups.values() if not group.validate for row in pickle.loads(group.packed))
-        self._put(step, "waiting", rows)
+        self._put(store.path_of(self._run, "waiting", step), rows)
 
     def groups(self, groups: Sequence[Group], cpu_s: float) -> None:
         """Take in several groups. `cpu_s`, here and below: CPU seconds that the sender spent on the report."""
@@ -182,7 +185,7 @@ class Recorder:
 
     def times(self, step: int, intervals: Sequence[Mapping[str, Any]]) -> None:
         """Write the trainer's intervals of a step, whose checkpoint and validation are done."""
-        self._put(step, "timeline", ({"step": step, **each} for each in intervals))
+        self._put(store.path_of(self._run, "timeline", step), ({"step": step, **each} for each in intervals))
         left_s = max((each["end_s"] or 0.0 for each in intervals), default=0.0) + self._rest_s - time.time()
         time.sleep(min(max(0.0, left_s), self._rest_s))
 
@@ -221,16 +224,18 @@ class Recorder:
         step, lost = fates.step, len(fates.ends.keys() - self._groups.keys())
         if fates.validate:  # also problems of which nothing is stored, because all their rollouts raised
             of_it = [uid for uid, group in self._groups.items() if group.validate and group.step <= step]
-            fates = Fates(step, dict.fromkeys(of_it), {}, validate=True)
+            fates = Fates(step, dict.fromkeys(of_it), {}, validate=True, light=fates.light)
         else:
             self._written = step
             with self._guard("written"):
                 for each in [each for each in self._tokens if each <= step]:
-                    self._put(each, "tokens", token_table(each, self._tokens.pop(each), self._texts))
+                    table = token_table(each, self._tokens.pop(each), self._texts)
+                    self._put(store.path_of(self._run, "tokens", each), table)
         self._cpu_s += (now := time.process_time())
         cpu_s, self._cpu_s = self._cpu_s, -now
         notes = {CPU_KEY: f"{cpu_s:.6f}", LOST_KEY: str(lost)}
-        self._put(step, "trajectories", self._rows(fates), fates.validate, notes)
+        path = store.path_of(self._run, "trajectories", step, validate=fates.validate, light=fates.light)
+        self._put(path, self._rows(fates), notes)
         for uid in fates.ends.keys() & self._groups.keys():  # left if the file could not be written
             self._drop(uid)
         with self._guard("cleaned"):
@@ -261,14 +266,12 @@ class Recorder:
         self._bytes -= len(packed)
         return packed
 
-    def _put(
-        self, step: int, kind: str, rows: parquet.Rows, validate: bool = False, notes: parquet.Notes = None
-    ) -> None:
-        path = store.path_of(self._run, kind, step, validate=validate)
+    def _put(self, path: Path, rows: parquet.Rows, notes: parquet.Notes = None) -> None:
+        kind = path.parent.name
         with self._guard("written", kind):
             size = store.write(path, kind, rows, notes)
-            if kind != "waiting":
-                self._sizes[step] = self._sizes.get(step, 0) + size
+            if kind != "waiting" and not (file := file_of(path)).validate:
+                self._sizes[file.step] = self._sizes.get(file.step, 0) + size
 
     @contextmanager
     def _guard(self, done: str, kind: str = "") -> Iterator[None]:

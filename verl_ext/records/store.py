@@ -1,18 +1,12 @@
 """Write, list and read a run's records: Parquet files, one per step and kind, each written whole or not at all.
 
-    python -m verl_ext.records.store RUN [--kind tokens] [--step 17] | jq .
-
 Columns: schema.py. To read, use `tables` or `rows`: they name a file that cannot be read, and read the others.
 """
 
-import argparse
-import itertools
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_ext.records.schema import CPU_KEY, LOST_KEY, SCHEMAS, VERSION, VERSION_KEY
-from verl_ext.runs import jsonl, parquet
-from verl_ext.runs.folder import FOLDER, NoRun, RecordFile, files_of, path_of, training_folder
+from verl_ext.runs import parquet
+from verl_ext.runs.folder import FOLDER, RecordFile, files_of, path_of
 from verl_ext.settings import RecorderSettings
 
 logger = logging.getLogger(__name__)
@@ -118,53 +112,35 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 
 
 def sizes(run: Path) -> dict[int, int]:
-    """Return step -> bytes of its files, without `waiting`; removes files that a killed writer left half written."""
-    for part in (run / FOLDER).glob(f"*/*{parquet.PART}"):
-        # Its writer may be alive, if this is a second start while a run is in progress.
-        if not Path("/proc", part.name.split(".")[-2]).exists():
-            part.unlink(missing_ok=True)
+    """Return training step -> bytes of its files, without `waiting`; removes what killed writers left."""
+    remove_half_written(run)
     found: dict[int, int] = {}
-    for file in (file for kind in _OF_STEPS for file in files_of(run, kind)):
+    for file in (file for kind in _OF_STEPS for file in files_of(run, kind) if not file.validate):
         found[file.step] = found.get(file.step, 0) + file.path.stat().st_size
     return found
 
 
+def remove_half_written(run: Path) -> None:
+    """Remove files that a killed writer left half written."""
+    for part in (run / FOLDER).glob(f"*/*{parquet.PART}"):
+        # Its writer may be alive, if this is a second start while a run is in progress.
+        if not Path("/proc", part.name.split(".")[-2]).exists():
+            part.unlink(missing_ok=True)
+
+
 def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
-    """Remove the oldest steps, all kinds of a step together, until few and small enough are left; the newest stays.
-    The groups that wait at a checkpoint stay as long as a run can resume from it.
+    """Remove the oldest training steps, all kinds of a step together, until few and small enough are left; the newest
+    stays, and all validations, which a report compares. The groups that wait at a checkpoint stay as long as a run can
+    resume from it.
 
     Args:
-        sizes: of all steps; the removed ones are taken out. It is kept because listing 500 steps takes 30 ms.
+        sizes: of `sizes`; the removed steps are taken out. It is kept because listing 500 steps takes 30 ms.
     """
     while len(sizes) > 1 and (len(sizes) > limits.keep_steps or sum(sizes.values()) > limits.max_gb * 2**30):
         step = min(sizes)
-        for kind, validate in itertools.product(_OF_STEPS, (False, True)):
-            path_of(run, kind, step, validate=validate).unlink(missing_ok=True)
+        for kind in _OF_STEPS:
+            path_of(run, kind, step).unlink(missing_ok=True)
         del sizes[step]
     for file in files_of(run, "waiting")[:-1]:
         if not (run / f"global_step_{file.step}").is_dir():
             file.path.unlink(missing_ok=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the records of a run as JSON lines.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of the quickstart")
-    parser.add_argument("--kind", choices=SCHEMAS, default="trajectories")
-    parser.add_argument("--step", type=int, help="all by default")
-    args = parser.parse_args()
-    try:
-        run = training_folder(args.run, "rl")
-    except NoRun as error:
-        sys.exit(str(error))
-    steps = sorted({file.step for file in files_of(run, args.kind)})
-    if not steps or args.step not in (None, *steps):
-        has = f"of step {args.step}. It has steps {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
-        sys.exit(f"{run} has no records of the kind {args.kind} {has}.")
-    with suppress(BrokenPipeError):  # `| head` is not an error
-        for file, table in tables(run, args.kind):
-            if args.step in (None, file.step) and table.num_rows:
-                print(*map(jsonl.dumps, table.to_pylist()), sep="\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()

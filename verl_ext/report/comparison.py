@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.pages.page import render
 from verl_ext.pages.text import duration, percent, points
+from verl_ext.report.contents import RunContents, read_run
 from verl_ext.report.page import TEMPLATES, charts, evaluate_run, start_texts, summarize
-from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.runs import durable
 from verl_ext.runs.folder import short_names
 
@@ -22,7 +22,7 @@ class Compared(NamedTuple):
     """A run, its summary, and its difference from the first evaluated run on the problems that both have."""
 
     name: str
-    run: RunRecord
+    run: RunContents
     summary: dict[str, Any]
     difference: dict[str, Any] | None  # group of problems -> figures minus those of the first; None for the first
 

@@ -20,39 +20,42 @@ from verl_ext.pages.charts import Chart, Series
 from verl_ext.pages.page import environment as templates
 from verl_ext.pages.page import render
 from verl_ext.pages.text import duration
+from verl_ext.report.contents import RunContents, read_run
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout, worst_problems
-from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.report.verdict import headline, judge
 from verl_ext.runs import durable
 from verl_ext.runs.machine import environment
 from verl_ext.runs.metrics import step_times, warm_step
 
-_SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
+_SAMPLES = "records/trajectories/val_<step>.parquet or evaluation/global_step_<n>/records/"
 _EVALUATE = "bash scripts/merge_and_eval.sh RUN"
 _LAUNCHER = "the launcher in recipe/retool"
 MAKES = {
     "quickstart": {
-        "evaluation before RL": ("eval/before/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
-        "evaluation after RL": ("eval/after/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+        "evaluation before RL": ("eval/before/records/", "bash scripts/quickstart.sh --stage eval"),
+        "evaluation after RL": ("eval/after/records/", "bash scripts/quickstart.sh --stage eval"),
         "SFT metrics": ("sft/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage sft"),
         "RL metrics": ("rl/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage rl"),
-        "rollouts": ("eval/before, eval/after or rl/rollouts", "bash scripts/quickstart.sh --stage eval"),
+        "rollouts": (
+            "eval/before/records/, eval/after/records/ or rl/records/",
+            "bash scripts/quickstart.sh --stage eval",
+        ),
         "stage times": ("stages.json", "bash scripts/quickstart.sh"),
         "SFT configuration": ("sft/hydra/config.yaml", "bash scripts/quickstart.sh --stage sft"),
         "RL configuration": ("rl/hydra/config.yaml", "bash scripts/quickstart.sh --stage rl"),
     },
     "rl": {
-        "evaluation": (_SAMPLES, f"trainer.validation_data_dir of the launcher, or {_EVALUATE}"),
+        "evaluation": (_SAMPLES, f"retool.recorder and trainer.test_freq of the launcher, or {_EVALUATE}"),
         "RL metrics": ("metrics-<start>.jsonl", f"trainer.logger=[console,file] of {_LAUNCHER}"),
-        "rollouts": (f"{_SAMPLES}, or rollouts/<step>.jsonl", "trainer.rollout_data_dir of the launcher"),
+        "rollouts": ("records/", "retool.recorder of the launcher"),
         "RL configuration": ("hydra/config.yaml", _LAUNCHER),
     },
     "sft": {
-        "evaluation": ("evaluation/global_step_<n>/samples.jsonl", _EVALUATE),
+        "evaluation": ("evaluation/global_step_<n>/records/", _EVALUATE),
         "SFT metrics": ("metrics-<start>.jsonl", f"trainer.logger=[console,file] of {_LAUNCHER}"),
         "SFT configuration": ("hydra/config.yaml", _LAUNCHER),
     },
-    "evaluation": {"evaluation": ("samples.jsonl", _EVALUATE)},
+    "evaluation": {"evaluation": ("records/", _EVALUATE)},
 }  # kind of run -> part of its page -> the file it needs, what makes it
 
 
@@ -86,14 +89,14 @@ def write_report(folder: Path) -> str:
     return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
-def evaluate_run(run: RunRecord) -> dict[str, Any]:
-    """Return side ("before", "after", "difference") -> figures per group of problems; empty if a dump is missing."""
+def evaluate_run(run: RunContents) -> dict[str, Any]:
+    """Return side ("before", "after", "difference") -> figures per group of problems; empty if one is missing."""
     samples = {"before": run.before, "after": run.after}
     sides = {side: evaluation.evaluate(judged) if judged else {} for side, judged in samples.items()}
     return sides | {"difference": evaluation.compare(run.before, run.after) if all(sides.values()) else {}}
 
 
-def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
+def summarize(run: RunContents, figures: dict[str, Any]) -> dict[str, Any]:
     """Return the content of summary.json: always the same keys; None or empty if there is nothing to say."""
     train_loss, val_loss = ((run.sft.curve(key)[1] or [None])[-1] for key in ("train/loss", "val/loss"))
     walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
@@ -141,7 +144,7 @@ def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, Any]) -> str:
+def console_table(run: RunContents, figures: dict[str, Any], summary: dict[str, Any]) -> str:
     """Return the result for a terminal: both evaluations, the difference, step time, and what is missing."""
     lines = []
     for name, side in zip(run.sides, ("before", "after"), strict=True):
@@ -176,8 +179,8 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
     ]
 
 
-def page(run: RunRecord, summary: dict[str, Any]) -> str:
-    """Return the page, made of the run's record and the summary's figures."""
+def page(run: RunContents, summary: dict[str, Any]) -> str:
+    """Return the page, made of the run's contents and the summary's figures."""
     rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
@@ -200,7 +203,7 @@ def page(run: RunRecord, summary: dict[str, Any]) -> str:
     )
 
 
-def charts(runs: Sequence[tuple[str, RunRecord]]) -> dict[str, list[Chart]]:
+def charts(runs: Sequence[tuple[str, RunContents]]) -> dict[str, list[Chart]]:
     """Return question -> charts of SFT and RL, with a line for each of the named runs."""
     found: dict[str, list[Chart]] = {}
     for part in ("sft", "rl"):

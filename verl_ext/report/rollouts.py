@@ -1,7 +1,4 @@
-"""Rollouts for reading: split a dumped response into text, code and interpreter output, and choose which ones to show.
-
-This works on the dump's text, for display only; see verl_ext/evaluation/blocks.py.
-"""
+"""Rollouts for reading: split a response into text, code and interpreter output, and choose which ones to show."""
 
 import hashlib
 import re
@@ -10,14 +7,15 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from verl_ext.evaluation.blocks import BLOCK, ERROR, code_of
 from verl_ext.evaluation.figures import is_ood
 from verl_ext.evaluation.question import first_words
-from verl_ext.evaluation.samples import Sample
+from verl_ext.evaluation.samples import Sample, plain
+from verl_ext.records.blocks import CALL, ERROR, REPLY, code_of
 
 COUNT = 10  # rollouts that a page shows
 WORST = 5  # problems that it names
 Fits = Callable[[Sample], bool]
+Turns = Sequence[tuple[str, str]]  # role ("model" or "tool") and text
 
 
 class Passage(NamedTuple):
@@ -33,31 +31,32 @@ class ShownRollout(NamedTuple):
     why: str
     where: str  # Before RL | After RL | Step 30 | RL step 12
     prompt: str
-    output: str
+    turns: Turns
     ground_truth: str
     score: float
-    data_source: str = ""  # "", like the next two, if the dump does not say
+    data_source: str = ""  # "" of a training rollout, like the next two
     verdict: str = ""  # right | wrong | not judged
     facts: str = ""  # calls, errors, how it ended
 
 
-def split_rollout(output: str) -> list[Passage]:
+def split_rollout(turns: Turns) -> list[Passage]:
     r"""Split a response into its segments in order, without tags, for the `<code>` and hermes `<tool_call>` protocols.
 
-    `A <code>print(2)</code><interpreter>2</interpreter>\boxed{2}` ->
-    text "A ", code "print(2)", tool "2", boxed "\boxed{2}".
+    model `A <code>print(2)</code>`, tool `<interpreter>2</interpreter>`, model `\boxed{2}` ->
+    text "A ", code "print(2)", tool "2", boxed "\boxed{2}". What the model wrote between a tool's tags is its text.
     """
-    segments: list[Passage] = []
-    end = 0
-    for block in BLOCK.finditer(output):
-        segments += _split_boxed(output[end : block.start()])
-        end = block.end()
-        text = block[block.lastgroup]
-        if (code := code_of(block)) is not None:
-            segments.append(Passage("code", code))
-        else:
-            segments.append(Passage("tool_error" if ERROR.search(text) else "tool", text.strip("\n")))
-    return segments + _split_boxed(output[end:])
+    passages: list[Passage] = []
+    for role, text in turns:
+        text, end = plain(text), 0
+        if role == "tool":
+            said = [block[block.lastgroup] for block in REPLY.finditer(text)] or [text]
+            passages += [Passage("tool_error" if ERROR.search(each) else "tool", each.strip("\n")) for each in said]
+            continue
+        for block in CALL.finditer(text):
+            passages += [*_split_boxed(text[end : block.start()]), Passage("code", code_of(block))]
+            end = block.end()
+        passages += _split_boxed(text[end:])
+    return passages
 
 
 def pick_rollouts(
@@ -72,7 +71,7 @@ def pick_rollouts(
         names: of the two sides.
     """
     sides = {
-        side: sorted(samples, key=lambda s: _digest(s.data_source, s.input, s.output, s.uid))
+        side: sorted(samples, key=lambda s: _digest(s.data_source, s.prompt, s.output, s.uid))
         for side, samples in (("before", before), ("after", after))
     }
     missed = next((s for s in sides["before"] if not is_ood(s.data_source) and s.acc == 0 and not s.tool_calls), None)
@@ -131,41 +130,44 @@ def worst_problems(before: Sequence[Sample], after: Sequence[Sample]) -> list[di
     wrong = [key for key in now if now[key] < 1]
     wrong.sort(key=lambda key: (now[key], now[key] - then.get(key, now[key]), _digest(*key)))
     return [
-        {"question": first_words(next((each.input for each in judged[key] if each.input), "")) or key[1], "id": key[2]}
+        {
+            "question": first_words(next((each.prompt for each in judged[key] if each.prompt), "")) or key[1],
+            "id": key[2],
+        }
         | {"data_source": key[0], "samples": len(judged[key]), "acc": now[key], "before": then.get(key)}
         for key in wrong[:WORST]
     ]
 
 
-def pick_training_rollouts(rows: Sequence[dict]) -> list[ShownRollout]:
-    """Return the first rows by SHA-256 of verl rollout dumps (`trainer.rollout_data_dir`), in order of their steps."""
-    ordered = sorted(rows, key=lambda row: _digest(str(row["step"]), row["input"], row["output"]))[:COUNT]
+def pick_training_rollouts(rollouts: Sequence[tuple[int, Sample]]) -> list[ShownRollout]:
+    """Return the first of some training rollouts, with their steps, by SHA-256, in order of their steps."""
+    ordered = sorted(rollouts, key=lambda each: _digest(str(each[0]), each[1].prompt, each[1].output))[:COUNT]
     return [
         ShownRollout(
             why="training",
-            where=f"RL step {row['step']}",
-            prompt=_question(row["input"]),
-            output=row["output"],
-            ground_truth=str(row["gts"]),
-            score=row["score"],
+            where=f"RL step {step}",
+            prompt=_question(sample.prompt),
+            turns=sample.turns,
+            ground_truth=sample.ground_truth,
+            score=sample.score,
         )
-        for row in sorted(ordered, key=lambda row: row["step"])
+        for step, sample in sorted(ordered, key=lambda each: each[0])
     ]
 
 
 def _evaluation_rollout(why: str, where: str, sample: Sample) -> ShownRollout:
-    calls, errors = int(sample.tool_calls), int(sample.tool_errors)
+    calls, errors = sample.tool_calls, sample.tool_errors
     ran = f"{calls} call{'s' * (calls != 1)}, {errors} error{'s' * (errors != 1)}"
     return ShownRollout(
         why=why,
         where=where[:1].upper() + where[1:],
-        prompt=_question(sample.input),
-        output=sample.output,
-        ground_truth=str(sample.gts),
+        prompt=_question(sample.prompt),
+        turns=sample.turns,
+        ground_truth=sample.ground_truth,
         score=sample.score,
         data_source=sample.data_source,
         verdict="not judged" if sample.failure else "right" if sample.acc else "wrong",
-        facts=f"{ran}, ended: {sample.finish_reason}",
+        facts=f"{ran}, ended: {sample.end_reason}",
     )
 
 
@@ -187,7 +189,7 @@ def _split_boxed(text: str) -> list[Passage]:
 
 
 def _question(prompt: str) -> str:
-    """Return the prompt without the role names that verl's decoding leaves around a lone user message."""
+    """Return the prompt without the role names that the chat template's tokens leave around a lone user message."""
     return prompt.strip().removeprefix("user\n").removesuffix("\nassistant")
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from verl_ext.evaluation.figures import POOLED
 from verl_ext.pages.text import percent, points
-from verl_ext.report.run_record import RunRecord
+from verl_ext.report.contents import RunContents
 from verl_ext.runs.metrics import Metrics
 
 ACCURACIES = {"acc/mean@k": "accuracy", "acc/best@k": "best@{k}", "acc/maj@k": "maj@{k}"}
@@ -90,7 +90,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
     return found
 
 
-def judge(run: RunRecord, sides: Mapping[str, Groups]) -> Verdict:
+def judge(run: RunContents, sides: Mapping[str, Groups]) -> Verdict:
     """Return the verdict on a run, from its evaluation, or from its metrics if it has none. Args as for `headline`."""
     top = headline(sides)
     if top is None and run.rl.steps:
@@ -133,7 +133,7 @@ def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *
     return f"{what} {'rose' if rose else 'fell'} {span}", "improved" if rose == (best == 1.0) else "worse"
 
 
-def _accuracy_sentence(run: RunRecord, top: Mapping[str, Any]) -> str:
+def _accuracy_sentence(run: RunContents, top: Mapping[str, Any]) -> str:
     """Say what training did to accuracy, as far as the interval of the paired difference allows a statement."""
     trainer = "SFT" if run.kind == "sft" else "RL"
     steps = "" if run.kind == "quickstart" else f", {run.sides[0]} to {run.sides[1]}"

@@ -1,14 +1,14 @@
 """Grade files of responses: `python -m verl_ext.reward --input rows.jsonl --output graded.jsonl`.
 
-The input may also be a run, or the quickstart's folder above it. Of a run, its validations are graded (in its records,
-else verl's dumps), else the evaluations of its checkpoints or of the quickstart, else all its records, else its rollout
-dumps. You can also name a file of records (`.parquet`).
+The input may also be a run, an evaluation, the quickstart's folder, or a file of records (`.parquet`). Of a run, its
+validations are graded, else the evaluations of its checkpoints, else all its records. `python -m verl_ext.records
+import` makes records of verl's dumps.
 
-A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; verl's rollout and
-validation dumps (`output`, `gts`) and the files of `unverified_dir` have such rows as well. Each row comes back with
-`acc`, `pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The
-verifier is chosen by `data_source` and `ability` as in training, and reads what was asked in `prompt` or `input`:
-without it, `18 apples` is not 18. An existing output is continued.
+A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; the files of
+`unverified_dir` have such rows as well. Each row comes back with `acc`, `pred`, `verdict` and `method`; values that it
+had under these names, or as `score`, move to `recorded`. The
+verifier is chosen by `data_source` and `ability` as in training, and reads what was asked in `prompt`: without it,
+`18 apples` is not 18. An existing output is continued.
 
 A row that cannot be graded, or a line that is not JSON, comes back with the verdict "error" and the reason as `error`,
 and the exit status is 1 in the end. The next call tries such rows again: fix the input and repeat the command.
@@ -34,7 +34,8 @@ from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import Verifiers, verify_response
-from verl_ext.runs import folder, jsonl
+from verl_ext.runs import jsonl
+from verl_ext.runs.folder import NoRun, files_of, judged_files, training_folder
 from verl_ext.runs.processes import end_with_parent
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
@@ -83,7 +84,6 @@ def find_files(paths: list[Path]) -> list[Path]:
 
     Raises:
         ValueError: a folder or a run has no such file.
-        NoRun: the quickstart's folder has neither an RL nor an SFT run.
     """
     files = []
     for path in paths:
@@ -97,18 +97,11 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 
 def _files_of_run(path: Path) -> list[Path] | None:
-    """Return a run's files, see the top of this file; None for other folders and evaluations, which hold theirs."""
+    """Return a run's files of records, see the top of this file; None for other folders."""
     try:
-        kind = folder.find_run(path).kind
-    except folder.NoRun:
+        return judged_files(path) or [file.path for file in files_of(training_folder(path, "rl", "sft", "evaluation"))]
+    except NoRun:
         return None
-    if kind == "evaluation":
-        return None
-    run = folder.training_folder(path, "rl", "sft")
-    own = [path / "eval" / side / folder.SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
-    candidates = folder.validations_of(run) or folder.evaluations_of(run)
-    recorded = [file.path for file in store.files_of(run)]
-    return candidates or [file for file in own if file.is_file()] or recorded or folder.rollouts_of(run)
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
@@ -191,12 +184,12 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rollouts of a file of records, except those that raised, which have no response."""
+    """Yield the rollouts of a file of records, except those without a response, which raised or met no server."""
     kept = ("uid", "session", "step", "ability", "prompt", "ground_truth", "acc", "score")
     columns = (*kept, "domain", "turns", "verdict")
     for number, row in enumerate(store.read(file, columns).to_pylist(), 1):
         turns, verdict = row.pop("turns"), row.pop("verdict") or {}
-        if turns is None:
+        if not turns:
             continue
         row |= {"data_source": row.pop("domain") or "", "ability": row["ability"] or "", "verdict": verdict.get("text")}
         row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
@@ -236,14 +229,14 @@ def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
         if "messages" in row:
             response = "\n".join(m.get("content") or "" for m in row["messages"] if m.get("role") == "assistant")
         else:
-            response = row.get("response", row.get("output"))
-        ground_truth = row.get("ground_truth", row.get("gts", (row.get("reward_model") or {}).get("ground_truth")))
+            response = row.get("response")
+        ground_truth = row.get("ground_truth", (row.get("reward_model") or {}).get("ground_truth"))
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{place} has `messages` or a `reward_model` of another form than verl's: {error}.") from error
     if not isinstance(response, str) or ground_truth is None:
         raise ValueError(
-            f"{place} has the keys {', '.join(row)}: expected `response` or `messages` (or `output`), and "
-            "`ground_truth` (or `gts`)."
+            f"{place} has the keys {', '.join(row)}: expected `response` or `messages`, and "
+            "`ground_truth`. `python -m verl_ext.records import` makes records of verl's dumps."
         )
     return response, ground_truth
 
@@ -289,10 +282,9 @@ async def _score(place: str, row: dict[str, Any]) -> Score:
     if row.keys() == BROKEN_LINE:
         raise ValueError(row["error"])
     response, ground_truth = read_row(row, place)
-    sample = row | ({"prompt": row["input"]} if "input" in row else {})
     verifier = _VERIFIERS.find(str(row.get("data_source", "")), str(row.get("ability", "")))
     try:
-        return await verify_response(verifier, response, ground_truth, sample)
+        return await verify_response(verifier, response, ground_truth, row)
     except ValueError as error:
         raise ValueError(f"{place} cannot be graded: {error}") from error
 

@@ -15,14 +15,15 @@ from verl_ext.runs import jsonl
 
 STAGES = "stages.json"  # the quickstart's journal
 FOLDER = "records"  # of the recorder
-SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluation`
+SETTINGS = "settings.json"  # of `python -m verl_ext.evaluation`
 PARTS = ("sft", "rl")  # kinds of training runs, and their folders in a quickstart
+SIDES = ("eval/before", "eval/after")  # a quickstart's evaluations before and after RL
 LOOKED_FOR = (
-    "a training run (metrics-*.jsonl, hydra/config.yaml or global_step_<n>), an evaluation (samples.jsonl, or "
-    "<step>.jsonl of trainer.validation_data_dir), or the quickstart's folder above them (stages.json, sft/, rl/)"
+    "a training run (metrics-*.jsonl, hydra/config.yaml, global_step_<n> or records/), an evaluation (settings.json "
+    "and records/), or the quickstart's folder above them (stages.json, sft/, rl/)"
 )
 _STEP = re.compile(r"global_step_(\d+)")
-_NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
+_NAME = re.compile(r"(step|val|light)_(\d{6,})\.parquet")
 
 
 class NoRun(FileNotFoundError):
@@ -35,22 +36,29 @@ class RunFolder(NamedTuple):
 
 
 class RecordFile(NamedTuple):
-    """A record file of one step."""
+    """A file of records: those of one step's training, or of one validation or evaluation."""
 
     path: Path
     step: int
     validate: bool
+    light: bool  # a light validation, which is not comparable with whole ones
 
 
-def path_of(run: Path, kind: str, step: int, *, validate: bool = False) -> Path:
-    return run / FOLDER / kind / f"{'val' if validate else 'step'}_{step:06d}.parquet"
+def path_of(run: Path, kind: str, step: int, *, validate: bool = False, light: bool = False) -> Path:
+    """Return the path of a file of records. `light`: of a light validation."""
+    return run / FOLDER / kind / f"{'light' if light else 'val' if validate else 'step'}_{step:06d}.parquet"
 
 
 def files_of(run: Path, kind: str = "trajectories") -> list[RecordFile]:
     """Return the files of a kind ("*": of all) by step, a step's validation after its training; [] if none exist."""
-    named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob(f"{kind}/*.parquet")]
-    found = [RecordFile(path, int(match[2]), match[1] == "val") for path, match in named if match]
-    return sorted(found, key=lambda file: (file.step, file.validate))
+    found = filter(None, map(file_of, (run / FOLDER).glob(f"{kind}/*.parquet")))
+    return sorted(found, key=lambda file: (file.step, file.validate, file.light))
+
+
+def file_of(path: Path) -> RecordFile | None:
+    """Return what the name of a file of records says; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return RecordFile(path, int(match[2]), match[1] != "step", match[1] == "light") if match else None
 
 
 def find_run(path: Path) -> RunFolder:
@@ -74,10 +82,10 @@ def find_run(path: Path) -> RunFolder:
 
 
 def training_folder(path: Path, *kinds: str) -> Path:
-    """Return the folder of a training run: `path` itself, or if it is the quickstart's, the first of `kinds` in it.
+    """Return the folder of a run: `path` itself, or if it is the quickstart's, the first of `kinds` in it.
 
     Args:
-        kinds: "rl" or "sft", in order of preference.
+        kinds: "rl" or "sft", in order of preference, and "evaluation".
     Raises:
         NoRun: none of them exists.
     """
@@ -88,7 +96,7 @@ def training_folder(path: Path, *kinds: str) -> Path:
         for kind in kinds:
             if _training_kind(path / kind):
                 return path / kind
-    wanted = " or ".join(kind.upper() for kind in kinds)
+    wanted = " or ".join(kind.upper() for kind in kinds if kind in PARTS)
     what = {"sft": "an SFT run", "rl": "an RL run", "evaluation": "an evaluation"}.get(run.kind, "a quickstart")
     raise NoRun(f"No {wanted} run at {path}, which is the folder of {what}. Expected {LOOKED_FOR}.")
 
@@ -111,76 +119,24 @@ def metric_files(path: Path, *kinds: str) -> list[Path]:
     )
 
 
-def sample_files(folder: Path) -> list[Path]:
-    """Return the files of judged samples, one per evaluation, in order; [] if there are none.
+def judged_files(folder: Path) -> list[Path]:
+    """Return the files of judged responses, one per evaluation or whole validation, in order; [] if there are none.
 
-    An evaluation has its own samples, a folder of dumps has the dumps, and a training run its validations, or else the
-    evaluations of its checkpoints; their settings differ from a validation's, so the two are not mixed. The
-    quickstart's folder has the evaluations before and after RL, or else the files of its RL run, or of its SFT run.
+    A training run has its validations, or else the evaluations of its checkpoints; their settings differ from a
+    validation's, so the two are not mixed. The quickstart's folder has the evaluations before and after RL, or else the
+    files of its RL run, or of its SFT run.
     """
-    if (folder / SAMPLES).is_file():
-        return [folder / SAMPLES]
-    if dumps := step_dumps(folder):
-        return dumps
-    if sides := [dumps[-1] for side in ("before", "after") if (dumps := step_dumps(folder / "eval" / side))]:
+    if sides := [files[-1] for side in SIDES if (files := _validations(folder / side))]:
         return sides
     for run in (folder, folder / "rl", folder / "sft"):
-        if found := validations_of(run) or evaluations_of(run):
+        evaluated = sorted(run.glob("evaluation/global_step_*"), key=lambda path: step_of(path) or 0)
+        if found := _validations(run) or [file for path in evaluated for file in _validations(path)]:
             return found
     return []
 
 
-def step_dumps(folder: Path) -> list[Path]:
-    """Return verl's dumps `<step>.jsonl` in a folder, by step."""
-    dumps = [path for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
-    return sorted(dumps, key=lambda path: int(path.stem))
-
-
-def dumps_of(run: Path, key: str, default: str) -> list[Path]:
-    """Return the dumps that a training run wrote, by step; empty if it wrote none.
-
-    Args:
-        key: of `trainer` in its configuration: `validation_data_dir` or `rollout_data_dir`.
-        default: name of the folder if the configuration does not name it.
-    """
-    named = (_config(run).get("trainer") or {}).get(key)
-    # First below the run's own folder: the configuration of a copied run names its original place.
-    candidates = [run / Path(named or default).name, run / default]
-    candidates += [Path(named)] if named and "${" not in named else []
-    return next((dumps for folder in candidates if (dumps := step_dumps(folder))), [])
-
-
-def validations_of(run: Path) -> list[Path]:
-    """Return the files of a training run's validations, by step: its records, else verl's dumps.
-
-    The dumps are also used if some validations are light: records do not tell these from whole ones, whose dumps have a
-    separate folder. And they are used if the recorder, which keeps a limited number of steps and bytes, has removed the
-    first validations and the dumps continue to the last one.
-    """
-    recorded = [file for file in files_of(run) if file.validate]
-    dumps = dumps_of(run, "validation_data_dir", "validation")
-    has_light = ((_config(run).get("retool") or {}).get("light_validation") or {}).get("enable")
-    if not recorded or not dumps or has_light:
-        return dumps or [file.path for file in recorded]
-    first, last = int(dumps[0].stem), int(dumps[-1].stem)
-    return dumps if first < recorded[0].step and recorded[-1].step <= last else [file.path for file in recorded]
-
-
-def rollouts_of(run: Path) -> list[Path]:
-    """Return verl's dumps of the rollouts that a run trained on, by step."""
-    return dumps_of(run, "rollout_data_dir", "rollouts")
-
-
-def old_log_of(folder: Path) -> list[Path]:
-    """Return the JSON-lines logs of runs without records, rotated ones included, oldest first."""
-    files = [path for path in folder.glob("*.jsonl*") if path.suffix == ".jsonl" or path.suffix[1:].isdecimal()]
-    return sorted(files, key=lambda path: path.stat().st_mtime)
-
-
-def evaluations_of(run: Path) -> list[Path]:
-    """Return the `samples.jsonl` of each evaluation of a training run's checkpoints, by step."""
-    found = [path for path in run.glob(f"evaluation/global_step_*/{SAMPLES}") if step_of(path.parent) is not None]
-    return sorted(found, key=lambda path: step_of(path.parent))
+def _validations(run: Path) -> list[Path]:
+    return [file.path for file in files_of(run) if file.validate and not file.light]
 
 
 def step_of(path: str | os.PathLike | None) -> int | None:
@@ -200,10 +156,10 @@ def short_names(paths: list[Path]) -> list[str]:
 
 
 def _kind(path: Path) -> str | None:
-    evaluated = any(step_dumps(path / "eval" / side) for side in ("before", "after"))
-    if (path / STAGES).is_file() or evaluated or any(_training_kind(path / name) for name in PARTS):
+    parts = any(_training_kind(path / name) for name in PARTS) or any(files_of(path / side) for side in SIDES)
+    if (path / STAGES).is_file() or parts:
         return "quickstart"
-    return _training_kind(path) or ("evaluation" if (path / SAMPLES).is_file() or step_dumps(path) else None)
+    return "evaluation" if (path / SETTINGS).is_file() and (path / FOLDER).is_dir() else _training_kind(path)
 
 
 def _training_kind(path: Path) -> str | None:
@@ -212,8 +168,7 @@ def _training_kind(path: Path) -> str | None:
     checkpoints = [folder for folder in path.glob("global_step_*") if step_of(folder) is not None]
     config = _config(path)
     if not (config or metrics or checkpoints):
-        dumps = any(step_dumps(path / name) for name in ("rollouts", "validation"))
-        return "rl" if dumps or files_of(path) or any(path.glob("trajectories/*.jsonl")) else None
+        return "rl" if files_of(path) else None
     if config:
         return "rl" if "actor_rollout_ref" in config else "sft"
     if checkpoints:

@@ -56,8 +56,8 @@ class RecorderSettings(Option):
     """What a run keeps of its rollouts; verl_ext/records/recorder.py."""
 
     token_share: float = key(within="[0, 1]", about="a share of the groups that are trained on")
-    keep_steps: int = key(within="[1, inf)", about="a number of steps")
-    max_gb: float = key(within="(0, inf)", about="a number of GiB of all records of the run")
+    keep_steps: int = key(within="[1, inf)", about="a number of training steps")
+    max_gb: float = key(within="(0, inf)", about="a number of GiB of the records of training steps")
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ class RunRecords(Observer):
     def on_validated(self, event: Validated) -> None:
         """Report a validation, unless this start only validates what the run that trained has a record of."""
         if not (self._only_validates and self._has_validated(event.step)):
-            self._send("end_step", Fates(event.step, dict.fromkeys(event.uids), {}, validate=True), 0.0)
+            uids = dict.fromkeys(event.uids)
+            self._send("end_step", Fates(event.step, uids, {}, validate=True, light=event.is_light), 0.0)
 
     def _has_validated(self, step: int) -> bool:
         files = files_of(self._folder)

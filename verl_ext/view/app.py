@@ -83,7 +83,7 @@ def open_step(request: Request) -> Response:
     """Redirect to the records of a step, or to those of the nearest step that has some."""
     run, step = run_of(request), request.path_params["step"]
     files, asked = run.files(), f"step_{step:06d}"
-    found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in files]
+    found = [(abs(data.step_of(key) - step), data.is_validation(key), key) for key in files]
     if asked not in files:  # a validation of the step does not stand for it
         refuse_damaged(run, asked, f"val_{step:06d}")
     if not found:

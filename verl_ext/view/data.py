@@ -1,7 +1,7 @@
 """Query the records of a run: SQL over its Parquet files, by DuckDB. A file that cannot be read is named.
 
-Columns: verl_ext/records/schema.py. The `key` of a step's file is its name without suffix, "step_000017" or
-"val_000020".
+Columns: verl_ext/records/schema.py. The `key` of a file is its name without suffix, "step_000017", "val_000020", or
+"light_000020" of a light validation.
 """
 
 import functools
@@ -22,7 +22,6 @@ from verl_ext.runs import parquet
 from verl_ext.runs.files import no_file
 from verl_ext.runs.folder import NoRun, find_run, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
-from verl_ext.view.evaluation import Evaluation
 
 LIGHT = (  # all except the long texts
     "key, uid, session, index, problem, id, domain, score, acc, outcome, outcome_why,"
@@ -64,9 +63,14 @@ def step_of(key: str) -> int:
     return int(key.partition("_")[2])
 
 
+def is_validation(key: str) -> bool:
+    return not key.startswith("step")
+
+
 def label(key: str) -> str:
-    """Return a page's name for a file of records: "Step 3" or "Validation, step 3"."""
-    return f"{'Validation, step' if key.startswith('val') else 'Step'} {step_of(key)}"
+    """Return a page's name for a file of records: "Step 3", "Validation, step 3" or "Light validation, step 3"."""
+    kinds = {"step": "Step", "val": "Validation, step", "light": "Light validation, step"}
+    return f"{kinds[key.partition('_')[0]]} {step_of(key)}"
 
 
 @functools.cache
@@ -96,16 +100,18 @@ def _rows(
 
 
 class Run:
-    """A run's folder: its metrics and its records. For an evaluation, the records are made from its samples.
+    """A run's folder: its metrics and its records.
+
+    Attributes:
+        is_evaluation: it has samples of one model, and no curves.
 
     Raises:
         NoRun: the folder holds no training run and no evaluation.
     """
 
     def __init__(self, folder: Path, name: str, number: int):
-        self.evaluation = Evaluation(folder) if find_run(folder).kind == "evaluation" else None
-        of_run = self.evaluation.folder if self.evaluation else training_folder(folder, "rl", "sft")
-        self._named, self._folder = folder, of_run
+        self._named, self._folder = folder, training_folder(folder, "rl", "sft", "evaluation")
+        self.is_evaluation = find_run(self._folder).kind == "evaluation"
         self.name, self.number = name, number
         self._broken: dict[State | None, str | None] = {}  # what is wrong with a file
         self._lost: dict[Path, int] = {}  # groups that a file notes as lost
@@ -113,9 +119,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Return the folder to read: an evaluation's records; for a quickstart's SFT run, its RL run once it exists."""
-        if self.evaluation:
-            self.evaluation.refresh()
+        """Return the folder to read; for a quickstart's SFT run, its RL run once it exists."""
         if self._folder == self._named / "sft":
             with suppress(NoRun, ValueError):  # a config that cannot be read: the next call tries again
                 self._folder = training_folder(self._named, "rl")
@@ -130,8 +134,7 @@ class Run:
         """Return what is wrong with each file that cannot be read, and what the records lack."""
         faults = [fault for _, fault in self.faults("*")]
         self.metrics()
-        of_evaluation = self.evaluation.faults if self.evaluation else []
-        return of_evaluation + faults + self._metrics[2] + list(self._gaps())
+        return faults + self._metrics[2] + list(self._gaps())
 
     def _gaps(self) -> Iterator[str]:
         files = store.files_of(self.folder)
@@ -245,7 +248,6 @@ class Run:
     def state(self) -> list[Any]:
         """Return a value that changes if a file of the run appears or grows; an open page polls it."""
         paths = [*(self.folder / store.FOLDER).glob("*/"), *self.folder.glob("metrics*.jsonl")]
-        paths = self.evaluation.files if self.evaluation else paths
         return [str(state_of(path)) for path in paths]  # a folder's time changes with its files' names
 
 

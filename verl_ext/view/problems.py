@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_ext.evaluation import figures
 from verl_ext.evaluation.samples import Sample, sample_of
-from verl_ext.view.data import Run, label
+from verl_ext.view.data import Run, is_validation, label
 
 DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width
 _LIGHT = (  # what `sample_of` needs, without texts
@@ -19,8 +19,8 @@ _LIGHT = (  # what `sample_of` needs, without texts
 def sides(run: Run) -> list[str]:
     """Return the sides to compare: "first" and "last", each problem's draws in training, and the validations."""
     keys = list(run.files())
-    training = ["first", "last"] if any(key.startswith("step") for key in keys) else []
-    return training + [key for key in keys if key.startswith("val")]
+    training = ["first", "last"] if not all(map(is_validation, keys)) else []
+    return training + [key for key in keys if is_validation(key)]
 
 
 def named(side: str) -> str:

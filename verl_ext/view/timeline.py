@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from verl_ext.view.data import Run, step_of
+from verl_ext.view.data import Run, is_validation, step_of
 
 WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
 # Holds for an interval whose times are known: no null, no NaN, not beyond the year 2286.
@@ -39,7 +39,7 @@ def intervals(run: Run, key: str) -> list[Interval]:
     end = max((row["end_s"] for row in of_trainer), default=0.0)
     keys, step = [key], step_of(key)
     if of_trainer:
-        keys = [each for each in run.files() if step - each.startswith("val") <= step_of(each) <= step + LATER]
+        keys = [each for each in run.files() if step - is_validation(each) <= step_of(each) <= step + LATER]
     return of_trainer + run.ask(_OF_ROLLOUTS, {"key": key, "start": start, "end": end}, keys=keys)
 
 

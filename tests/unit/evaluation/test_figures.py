@@ -1,57 +1,31 @@
-import json
 import random
 
 import pytest
 
+from tests.unit.evaluation import rows as records
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import by_k, compare, comparison_tables, evaluate, format_comparison, format_evaluation
-from verl_ext.evaluation.samples import read_dump
+from verl_ext.evaluation.samples import read_samples
 from verl_ext.outcome import EVALUATION_FAILURES
 
 
-def row(problem, session, acc, **changes):
-    """Return a row as verl's PPOTrainer._write_generations writes it with our reward manager's keys."""
-    return {
-        "input": f"user\n{problem}\nassistant\n",
-        "output": "\\boxed{7}",
-        "gts": "7",
-        "score": 2.0 * acc - 1,
-        "step": 40,
-        "reward": 2.0 * acc - 1,
-        "acc": float(acc),
-        "pred": "7" if acc else "5",
-        "verdict": "equal" if acc else "different",
-        "method": "integer",
-        "data_source": "tiny_tools",
-        "finish_reason": "answer",
-        "tool_calls": 1.0,
-        "tool_errors": 0.0,
-        "tool_timeouts": 0.0,
-        "model_turns": 2.0,
-        "response_tokens": 20.0,
-        "truncated": 0.0,
-        "unverified": 0.0,
-        "sandbox_failure": 0.0,
-        "uid": f"uuid-{problem}_{session}_0",
-    } | changes
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
-    return path
+def row(question, session, acc, **changes):
+    """Return a row of records, of which only the prompt names the problem."""
+    own = {"calls": 1, "errors": 0, "uid": f"uuid-{question}", "domain": "tiny_tools", "problem": None}
+    return records.row(question, session, acc, **own | changes)
 
 
 @pytest.fixture
 def samples(tmp_path):
-    """Turn rows into what read_dump returns."""
-    return lambda rows: read_dump(write(tmp_path / "dump.jsonl", rows))
+    """Turn rows into samples."""
+    return lambda rows: read_samples(records.write(tmp_path, rows))
 
 
 TWO_PROBLEMS = [
-    row("a", 0, 1, pred="7", tool_calls=1.0, response_tokens=10.0),
-    row("a", 1, 0, pred="5", tool_calls=2.0, tool_errors=1.0, model_turns=4.0, response_tokens=20.0),
-    row("b", 0, 0, pred="3", tool_calls=0.0, response_tokens=30.0, truncated=1.0, finish_reason="max_tokens"),
-    row("b", 1, 0, pred="3", tool_calls=1.0, tool_errors=1.0, tool_timeouts=1.0, response_tokens=40.0),
+    row("a", 0, 1, pred="7", model_tokens=10),
+    row("a", 1, 0, pred="5", calls=2, errors=1, turns=[{"role": "model"}] * 4, model_tokens=20),
+    row("b", 0, 0, pred="3", calls=0, model_tokens=30, end_reason="max_tokens"),
+    row("b", 1, 0, pred="3", errors=1, timeouts=1, model_tokens=40),
 ]
 
 
@@ -72,9 +46,7 @@ def test_problems_of_one_template_are_one_unit_of_intervals_and_tests(samples):
     of_templates = comparison_tables(*sides, compare(shared, right, draws=50))[-1]
     assert of_templates[0][0] == "difference in acc, paired by template"
     assert of_templates[1][-1] == "12 templates of 120 problems"
-    mixed = [
-        samples([row(f"{i}", 0, 1, data_source="s", id=f"{i}") for i in range(3)]) + each for each in (shared, right)
-    ]
+    mixed = [samples([row(f"{i}", 0, 1, domain="s", id=f"{i}") for i in range(3)]) + each for each in (shared, right)]
     table = comparison_tables(*(evaluate(each, draws=50) for each in mixed), compare(*mixed, draws=50))[-1]
     assert table[0][0] == "difference in acc, paired by problem or template"
     assert {line[0]: line[-1] for line in table[1:]} == {
@@ -117,9 +89,8 @@ def test_the_order_in_which_samples_ended_does_not_matter(samples):
 
     By their numbers right are 0, 1, 2, 4 and 6: three of the first four, and two of the last, a tie: (1 + .5) / 2.
     """
-    uids = [f"uuid-a_{session}_0" for session in (0, 2, 4, 6, 1, 3, 5, 7)]
-    rows = [row("a", 0, i < 5, uid=uid) for i, uid in enumerate(uids)]
-    figures = [by_k(samples(each), draws=10) for each in (rows, sorted(rows, key=lambda each: each["uid"]))]
+    rows = [row("a", session, i < 5) for i, session in enumerate((0, 2, 4, 6, 1, 3, 5, 7))]
+    figures = [by_k(samples(each), draws=10) for each in (rows, sorted(rows, key=lambda each: each["session"]))]
     assert figures[0] == figures[1] and figures[0]["tiny_tools"]["maj@k"][4].value == 0.75
 
 
@@ -143,16 +114,16 @@ def test_k_beyond_the_samples_is_refused(samples):
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [
-        ({"sandbox_failure": 1.0, "finish_reason": "sandbox_failure"}, "sandbox_failure"),
-        ({"unverified": 1.0, "finish_reason": "verifier_unknown"}, "unverified"),
+        ({"end_reason": "sandbox_failure"}, "sandbox_failure"),
+        ({"end_reason": "verifier_unknown"}, "unverified"),
         ({"acc": None}, "unverified"),
-        ({"acc": None, "finish_reason": "server_failure"}, "server_failure"),
-        ({"finish_reason": "aborted"}, "server_failure"),
-        ({"sandbox_failure": 1.0, "unverified": 1.0}, "sandbox_failure"),
+        ({"acc": 1.5}, "unverified"),
+        ({"end_reason": "raised", "acc": None}, "unverified"),
+        ({"end_reason": "aborted"}, "server_failure"),
     ],
 )
 def test_a_sample_that_infrastructure_failed_is_not_wrong_but_counted_apart(samples, failure, kind):
-    rows = [row("a", 0, 1), row("a", 1, 0, tool_errors=1.0) | failure, row("b", 0, 1), row("b", 1, 1)]
+    rows = [row("a", 0, 1), row("a", 1, 0, errors=1) | failure, row("b", 0, 1), row("b", 1, 1)]
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert each.metrics["acc/mean@k"] == Estimate(1.0, pytest.approx(0.025**0.5), 1.0)  # 2 of 2 problems
     assert each.metrics["tool/error_rate"].value == 0.0
@@ -161,21 +132,21 @@ def test_a_sample_that_infrastructure_failed_is_not_wrong_but_counted_apart(samp
 
 
 def test_a_problem_without_any_verdict_is_in_no_figure(samples):
-    rows = [row("a", 0, 1), row("b", 0, 0, sandbox_failure=1.0)]
+    rows = [row("a", 0, 1), row("b", 0, 0, end_reason="sandbox_failure")]
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert (each.num_problems, each.num_problems_scored) == (2, 1)
     assert each.metrics["acc/mean@k"].value == 1.0
 
 
 def test_nothing_judged_gives_no_figures_and_still_prints(samples):
-    figures = evaluate(samples([row("a", 0, 0, sandbox_failure=1.0)]), draws=10)
+    figures = evaluate(samples([row("a", 0, 0, end_reason="sandbox_failure")]), draws=10)
     assert set(figures["tiny_tools"].metrics.values()) == {None}
     assert " - " in format_evaluation(figures)
 
 
 def test_out_of_distribution_sources_are_apart_and_pooled(samples):
-    rows = [row("a", 0, 1), row("b", 0, 1, data_source="aime")]
-    rows += [row("c", 0, 0, data_source="tiny_tools_ood_large"), row("d", 0, 0, data_source="tiny_tools_ood_chain")]
+    rows = [row("a", 0, 1), row("b", 0, 1, domain="aime")]
+    rows += [row("c", 0, 0, domain="tiny_tools_ood_large"), row("d", 0, 0, domain="tiny_tools_ood_chain")]
     figures = evaluate(samples(rows), draws=10)
     assert list(figures) == [
         *("aime", "tiny_tools", "tiny_tools_ood_chain", "tiny_tools_ood_large"),
@@ -186,13 +157,13 @@ def test_out_of_distribution_sources_are_apart_and_pooled(samples):
 
 
 def test_the_same_text_in_two_sources_is_two_problems(samples):
-    figures = evaluate(samples([row("a", 0, 1), row("a", 1, 0, data_source="aime")]), draws=10)
+    figures = evaluate(samples([row("a", 0, 1), row("a", 1, 0, domain="aime")]), draws=10)
     assert figures["overall"].num_problems == 2
 
 
 def test_a_problem_listed_twice_is_one_problem_and_leaves_k_alone(samples):
     rows = [row(name, session, 1) for name in "abc" for session in (0, 1)]
-    rows += [row("a", session, 0, uid=f"uuid-again_{session}_0") for session in (0, 1)]
+    rows += [row("a", session, 0, uid="uuid-again") for session in (0, 1)]
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert (each.num_problems, each.num_samples, each.n) == (3, 8, 2)
     assert each.metrics["acc/mean@k"].value == pytest.approx((1 / 2 + 1 + 1) / 3)
@@ -201,7 +172,7 @@ def test_a_problem_listed_twice_is_one_problem_and_leaves_k_alone(samples):
 def test_difference_is_paired_by_problem(samples):
     # Every problem gains one of its two samples, or the first three both: narrow, although either side is not.
     before = samples([row(str(i), s, (i % 2 and i > 2) * (s == 0)) for i in range(20) for s in (0, 1)])
-    after_rows = [row(str(i), s, i % 2 or i < 3 or s == 0, uid=f"new-{i}_{s}_0") for i in range(20) for s in (0, 1)]
+    after_rows = [row(str(i), s, i % 2 or i < 3 or s == 0, uid=f"new-{i}") for i in range(20) for s in (0, 1)]
     random.Random(0).shuffle(after_rows)
     after = samples(after_rows)
     difference = compare(before, after, draws=500)["tiny_tools"]
@@ -226,7 +197,7 @@ def test_runs_of_other_numbers_of_samples_are_compared_at_the_smaller(samples):
 
 def test_no_share_and_no_difference_is_shown_without_a_width(samples):
     """64 problems with two samples each, all wrong, before and after; no sample ran code."""
-    rows = [row(str(i), s, 0, tool_calls=0.0) for i in range(64) for s in (0, 1)]
+    rows = [row(str(i), s, 0, calls=0) for i in range(64) for s in (0, 1)]
     before, after = samples(rows), samples(rows)
     sides = evaluate(before, draws=50), evaluate(after, draws=50)
     metrics = sides[0]["tiny_tools"].metrics
@@ -243,7 +214,7 @@ def test_no_share_and_no_difference_is_shown_without_a_width(samples):
 
 
 def test_difference_has_the_sign_of_after_minus_before(samples):
-    before, after = samples([row("a", 0, 1, tool_calls=0.0)]), samples([row("a", 0, 0)])
+    before, after = samples([row("a", 0, 1, calls=0)]), samples([row("a", 0, 0)])
     metrics = compare(before, after, draws=10)["tiny_tools"].metrics
     assert metrics["acc/mean@k"].value == -1.0
     assert metrics["tool/code_ratio"].value == 1.0
@@ -252,44 +223,43 @@ def test_difference_has_the_sign_of_after_minus_before(samples):
 
 def test_problems_of_one_side_only_are_left_out_and_said(samples):
     before = samples([row("a", 0, 0), row("b", 0, 1), row("c", 0, 1)])
-    after = samples([row("a", 0, 1), row("b", 0, 1, sandbox_failure=1.0)])
+    after = samples([row("a", 0, 1), row("b", 0, 1, end_reason="sandbox_failure")])
     difference = compare(before, after, draws=10)
     assert (difference["tiny_tools"].num_problems, difference["tiny_tools"].num_unmatched) == (1, 2)
     assert difference["tiny_tools"].metrics["acc/mean@k"].value == 1.0
     table = format_comparison(evaluate(before, draws=10), evaluate(after, draws=10), difference)
-    assert "2 problems have judged samples in only one dump" in table
+    assert "2 problems have judged samples on only one side" in table
 
 
-def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples):
-    before = samples([row("a", 0, 0) | {"problem": "a"}, row("b", 0, 1) | {"problem": "b"}])
-    after = samples([row("a", 0, 1, input="<another template>a") | {"problem": "a"}])
+def test_problems_are_paired_by_their_names_where_both_sides_have_them(samples):
+    before = samples([row("a", 0, 0, problem="a"), row("b", 0, 1, problem="b")])
+    after = samples([row("a", 0, 1, prompt="<another template>a", problem="a")])
     assert compare(before, after, draws=10)["tiny_tools"].metrics["acc/mean@k"].value == 1.0
-    dump = samples([row("a", 0, 1)])  # of verl: has the input only
-    assert compare(before, dump, draws=10)["tiny_tools"].num_problems == 1
-    assert compare(after, dump, draws=10) == {}
-    records = samples([row("a", 0, 1) | {"problem": "0f3a"}])  # which name a problem by a hash
-    assert compare(before, records, draws=10)["tiny_tools"].num_problems == 1
+    unnamed = samples([row("a", 0, 1)])
+    assert compare(before, unnamed, draws=10)["tiny_tools"].num_problems == 1
+    assert compare(after, unnamed, draws=10) == {}
+    others = samples([row("a", 0, 1, problem="0f3a")])  # imported ones, or with another protocol's instructions
+    assert compare(before, others, draws=10)["tiny_tools"].num_problems == 1
     # As the viewer reads them.
-    without_text = [samples([row("a", 0, 1, input="") | {"problem": name}]) for name in "ab"]
+    without_text = [samples([row("a", 0, 1, prompt=None, problem=name)]) for name in "ab"]
     assert compare(*without_text, draws=10) == {}
 
 
 @pytest.mark.parametrize(
-    "changes", [{"gts": "8"}, {"gts": {"a": 7}}, {"id": "x"}, {"problem": "y"}, {"input": "system\nBe brief.\nuser\na"}]
+    "changes", [{"ground_truth": "8"}, {"id": "x"}, {"problem": "y"}, {"prompt": "system\nBe brief.\nuser\na"}]
 )
 @pytest.mark.parametrize("named", [{}, {"problem": "p"}])
 def test_rows_of_another_gold_id_name_or_prompt_are_another_problem(samples, changes, named):
-    """The names in older files are the problem's text."""
-    rows = [row("a", i, 1) | named for i in range(2)] + [row("a", 2 + i, 0) | named | changes for i in range(2)]
+    rows = [row("a", i, 1, **named) for i in range(2)] + [row("a", 2 + i, 0, **named | changes) for i in range(2)]
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
-    number = 1 if named and "input" in changes else 2  # with the same name: another template's text of one problem
+    number = 1 if named and "prompt" in changes else 2  # with the same name: another template's text of one problem
     assert (each.num_problems, each.metrics["acc/best@k"].value) == (number, 1 / number)
 
 
 def test_samples_that_their_server_failed_belong_to_their_problems(samples):
-    rows = [row(name, i, 1) | {"problem": name} for name in "abc" for i in range(3)]
+    rows = [row(name, i, 1, problem=name) for name in "abc" for i in range(3)]
     for each in rows[::3]:
-        each |= {"acc": None, "finish_reason": "server_failure", "input": ""}
+        each |= {"acc": None, "end_reason": "aborted", "prompt": None, "turns": [], "calls": []}
     figures = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert (figures.num_problems, figures.num_problems_scored, figures.num_problems_short) == (3, 3, 3)
     assert (figures.n, figures.k, figures.excluded["server_failure"]) == (3, 3, 3)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.evaluation.rows import write
 from verl_ext.evaluation.pass_rates import Tally, is_kept, match_prompts, tally
-from verl_ext.evaluation.past_samples import read_past_samples
-from verl_ext.evaluation.samples import NUMBERS, TEXTS
-from verl_ext.records.problem import problem_of
+from verl_ext.evaluation.samples import read_past_samples
+from verl_ext.records.problem import canonical, problem_of
 from verl_ext.runs.lock import lock_folder
 
 REPO = Path(__file__).parents[3]
@@ -24,14 +24,14 @@ def rendered(text):
     return f"system\nUse code.\nuser\n{text}\nassistant\n"
 
 
-def sample_row(text, acc, number=0, **fields):
-    row = dict.fromkeys(NUMBERS, 0.0) | dict.fromkeys(TEXTS, "") | {"gts": "1", "acc": acc}
-    return row | {"input": rendered(text), "uid": f"{text}-{number}_0_0"} | fields
+def sample_row(text, acc, number=0, **columns):
+    failed = columns.get("end_reason") in ("sandbox_failure", "verifier_unknown")
+    row = {"uid": f"{text}-{number}", "session": 0, "prompt": rendered(text), "ground_truth": "1"}
+    return row | {"end_reason": "answer", "acc": None if failed else acc} | columns
 
 
-def write_dump(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def samples_of(folder, rows):
+    return read_past_samples(write(folder, rows))[1]
 
 
 def test_prompts_are_found_within_what_the_chat_template_made_of_them():
@@ -51,7 +51,7 @@ def test_a_prompt_within_the_text_of_another_problem_is_not_taken_for_it():
     assert list(match_prompts(prompts, inputs).values()) == [[], [1], [2]]
 
 
-def test_dumps_of_two_templates_are_both_understood():
+def test_prompts_of_two_templates_are_both_understood():
     other = [f"<user>Find {i}.</user>" for i in range(3)]
     matches = match_prompts(
         [prompt(f"Find {i}.") for i in range(6)], other + [rendered(f"Find {i}.") for i in range(3, 6)]
@@ -72,9 +72,9 @@ def test_a_prompt_is_told_by_its_other_messages():
 
 
 def test_samples_that_infrastructure_failed_count_neither_way(tmp_path):
-    rows = [sample_row("a", 1, 0), sample_row("a", 0, 1), sample_row("a", 0, 2, sandbox_failure=1.0)]
-    rows += [sample_row("b", 0, 0, unverified=1.0), sample_row("c", 1, 0)]
-    samples = read_past_samples(write_dump(tmp_path / "0.jsonl", rows)).samples
+    rows = [sample_row("a", 1, 0), sample_row("a", 0, 1), sample_row("a", 0, 2, end_reason="sandbox_failure")]
+    rows += [sample_row("b", 0, 0, end_reason="verifier_unknown"), sample_row("c", 1, 0)]
+    samples = samples_of(tmp_path, rows)
     tallies, unknown = tally(samples, [{"prompt": prompt(text)} for text in "ab"])
     assert tallies == [Tally(judged=2, correct=1), Tally()] and unknown == 1
     assert tallies[0].pass_rate == 0.5 and tallies[1].pass_rate is None
@@ -83,10 +83,13 @@ def test_samples_that_infrastructure_failed_count_neither_way(tmp_path):
 @pytest.mark.parametrize(
     ("difference", "of_rows"),
     [
-        ("gts", [{"reward_model": {"ground_truth": gold}} for gold in ("1", "2")]),
-        ("gts", [{"reward_model": {"ground_truth": gold}} for gold in ({"a": 1, "b": [2]}, {"a": 1, "b": [3]})]),
+        ("ground_truth", [{"reward_model": {"ground_truth": gold}} for gold in ("1", "2")]),
+        (
+            "ground_truth",
+            [{"reward_model": {"ground_truth": gold}} for gold in ({"a": 1, "b": [2]}, {"a": 1, "b": [3]})],
+        ),
         ("id", [{"extra_info": {"id": name}} for name in (1, 2)]),
-        ("data_source", [{"data_source": name} for name in ("one", "two")]),
+        ("domain", [{"data_source": name} for name in ("one", "two")]),
         ("problem", [{"extra_info": {"index": number}} for number in (0, 1)]),
     ],
 )
@@ -94,26 +97,26 @@ def test_rows_with_one_last_message_have_the_samples_of_their_own_problem(tmp_pa
     """Two samples of the first are right, the one of the second is wrong."""
     rows = [{"prompt": prompt("a")} | row for row in of_rows]
     said = {
-        "gts": lambda row: row["reward_model"]["ground_truth"],
+        "ground_truth": lambda row: canonical(row["reward_model"]["ground_truth"]),
         "id": lambda row: str(row["extra_info"]["id"]),
-        "data_source": lambda row: row["data_source"],
+        "domain": lambda row: row["data_source"],
         "problem": lambda row: problem_of(row | {"raw_prompt": row["prompt"]}),
     }[difference]
     samples = [sample_row("a", int(i < 2), i, **{difference: said(rows[i == 2])}) for i in range(3)]
-    tallies, unknown = tally(read_past_samples(write_dump(tmp_path / "0.jsonl", samples)).samples, rows)
+    tallies, unknown = tally(samples_of(tmp_path, samples), rows)
     assert tallies == [Tally(judged=2, correct=2), Tally(judged=1, correct=0)] and not unknown
 
 
 def test_rows_that_a_data_set_repeats_share_their_samples(tmp_path):
     row = {"prompt": prompt("a"), "extra_info": {"id": "x"}, "reward_model": {"ground_truth": "1"}}
     rows = [row | {"extra_info": {"id": "x", "index": number}} for number in range(100)]
-    samples = read_past_samples(write_dump(tmp_path / "0.jsonl", [sample_row("a", 1, i, id="x") for i in range(8)]))
-    assert tally(samples.samples, rows)[0] == [Tally(judged=8, correct=8)] * 100
+    samples = samples_of(tmp_path, [sample_row("a", 1, i, id="x") for i in range(8)])
+    assert tally(samples, rows)[0] == [Tally(judged=8, correct=8)] * 100
 
 
 def test_samples_of_another_answer_are_of_no_row(tmp_path):
     rows = [{"prompt": prompt("a"), "reward_model": {"ground_truth": "2"}}]
-    samples = read_past_samples(write_dump(tmp_path / "0.jsonl", [sample_row("a", 1)])).samples
+    samples = samples_of(tmp_path, [sample_row("a", 1)])
     assert tally(samples, rows) == ([Tally()], 1)
 
 
@@ -177,8 +180,8 @@ def solved(text, correct, of=8):
 def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones_and_gets_the_pass_rates(command, data, tmp_path):
     import pandas as pd
 
-    dump = write_dump(tmp_path / "0.jsonl", solved("a", 8) + solved("b", 5) + solved("c", 0) + solved("d", 1))
-    printed, kept = command("--dumps", dump)
+    file = write(tmp_path / "past", solved("a", 8) + solved("b", 5) + solved("c", 0) + solved("d", 1))
+    printed, kept = command("--runs", file)
     assert kept == ["b", "c", "d"]
     assert "4 problems, 0 without a judged sample, 3 kept" in printed
     before, after = pd.read_parquet(data), pd.read_parquet(tmp_path / "out.parquet").reset_index(drop=True)
@@ -189,10 +192,10 @@ def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones_and_gets_the_pas
     assert rates[1] == {"row": 1, "id": "b", "samples": 8, "correct": 5, "pass_rate": 0.625, "kept": True}
     assert [rate["kept"] for rate in rates] == [False, True, True, True]
 
-    assert command("--dumps", dump, "--band", "rarely-solved")[1] == ["d"]
-    assert command("--dumps", dump, "--max-rate", "0.1")[1] == ["c"]
-    teacher = write_dump(tmp_path / "t.jsonl", solved("c", 2) + solved("b", 0))
-    assert command("--dumps", dump, "--band", "rarely-solved", "--solved-by", teacher)[1] == ["c", "d"]
+    assert command("--runs", file, "--band", "rarely-solved")[1] == ["d"]
+    assert command("--runs", file, "--max-rate", "0.1")[1] == ["c"]
+    teacher = write(tmp_path / "teacher", solved("c", 2) + solved("b", 0))
+    assert command("--runs", file, "--band", "rarely-solved", "--solved-by", teacher)[1] == ["c", "d"]
 
 
 def test_integers_beside_a_null_stay_integers(command, data, tmp_path):
@@ -204,37 +207,37 @@ def test_integers_beside_a_null_stay_integers(command, data, tmp_path):
     rows = [row | {"level": None if i else 3, "extra_info": row["extra_info"]} for i, row in enumerate(rows)]
     rows[3]["extra_info"] = {"index": None, "id": "d"}
     pq.write_table(pa.Table.from_pylist(rows), data)
-    dump = write_dump(tmp_path / "0.jsonl", [row for text in "abcd" for row in solved(text, 0)])
-    command("--dumps", dump)
+    file = write(tmp_path / "past", [row for text in "abcd" for row in solved(text, 0)])
+    command("--runs", file)
     kept = pq.read_table(tmp_path / "out.parquet")
     assert kept.drop_columns("pass_rate").to_pylist() == rows
     assert [kept.schema.field(name).type for name in ("level", "pass_rate")] == [pa.int64(), pa.float64()]
     (tmp_path / "out.parquet").replace(data)  # filtered again, the column is there once
-    command("--dumps", dump)
+    command("--runs", file)
     assert pq.read_table(tmp_path / "out.parquet").column_names.count("pass_rate") == 1
 
 
-def test_several_dumps_add_up(command, tmp_path):
-    dumps = [write_dump(tmp_path / f"{i}.jsonl", [sample_row(t, i % 2, i) for t in "abcd"]) for i in range(2)]
-    assert "    0.500         4        4" in command("--dumps", *dumps)[0]
+def test_several_files_add_up(command, tmp_path):
+    files = [write(tmp_path / str(i), [sample_row(t, i % 2, i) for t in "abcd"]) for i in range(2)]
+    assert "    0.500         4        4" in command("--runs", *files)[0]
 
 
 def test_problems_without_a_judged_sample_need_a_decision(command, tmp_path):
     import pandas as pd
 
-    dump = write_dump(tmp_path / "0.jsonl", solved("a", 8) + solved("b", 5) + solved("c", 0))
+    file = write(tmp_path / "past", solved("a", 8) + solved("b", 5) + solved("c", 0))
     with pytest.raises(SystemExit, match=r"1 of 4 problems have no judged sample \(the first is row 3\)"):
-        command("--dumps", dump)
-    assert command("--dumps", dump, "--unjudged", "keep")[1] == ["b", "c", "d"]
+        command("--runs", file)
+    assert command("--runs", file, "--unjudged", "keep")[1] == ["b", "c", "d"]
     kept = pd.read_parquet(tmp_path / "out.parquet")
     assert kept["pass_rate"].tolist()[:2] == [0.625, 0.0] and pd.isna(kept["pass_rate"].iloc[2])
-    assert command("--dumps", dump, "--unjudged", "drop")[1] == ["b", "c"]
+    assert command("--runs", file, "--unjudged", "drop")[1] == ["b", "c"]
 
 
 def test_nothing_left_is_an_error(command, tmp_path):
-    dump = write_dump(tmp_path / "0.jsonl", [row for text in "abcd" for row in solved(text, 8)])
+    file = write(tmp_path / "past", [row for text in "abcd" for row in solved(text, 8)])
     with pytest.raises(SystemExit, match="No problem is left"):
-        command("--dumps", dump)
+        command("--runs", file)
     assert not (tmp_path / "out.parquet").exists()
 
 
@@ -242,22 +245,24 @@ LAUNCHER = """
 echo start >> "$FAKE_LOG"
 exec "$PYTHON" - "$@" <<'END'
 import json, os, sys
+from pathlib import Path
 import pandas as pd
+from verl_ext.records import store
 options = dict(arg.split("=", 1) for arg in sys.argv[1:])
 assert os.environ["SANDBOX_URL"] == "http://127.0.0.1:9" and options["trainer.val_only"] == "True"
 assert float(options["actor_rollout_ref.rollout.val_kwargs.temperature"]) == 1.0
-folder = options["trainer.validation_data_dir"].strip("'")
-os.makedirs(folder, exist_ok=True)
-files = json.loads(options["data.val_files"].replace("'", '"'))
-with open(os.path.join(folder, "0.jsonl"), "w") as out:
-    for sample, file in enumerate(files):
-        for messages in pd.read_parquet(file)["prompt"]:
-            text = messages[-1]["content"]
-            if os.environ["FAKE_BREAK"] == text:
-                sys.exit(3)
-            row = json.loads(os.environ["FAKE_ROW"])
-            row |= {"input": row["input"].replace("TEXT", text), "uid": f"{text}-{sample}_0_0"}
-            out.write(json.dumps(row | {"acc": int(text in "ab" or sample == 0)}) + "\\n")
+assert options["retool.recorder.enable"] == "true"
+files, rows = json.loads(options["data.val_files"].replace("'", '"')), []
+for sample, file in enumerate(files):
+    for messages in pd.read_parquet(file)["prompt"]:
+        text = messages[-1]["content"]
+        if os.environ["FAKE_BREAK"] == text:
+            sys.exit(3)
+        row = json.loads(os.environ["FAKE_ROW"])
+        row |= {"prompt": row["prompt"].replace("TEXT", text), "uid": f"{text}-{sample}"}
+        rows.append(row | {"acc": float(text in "ab" or sample == 0)})
+path = store.path_of(Path(os.environ["OUTPUT_DIR"]), "trajectories", 0, validate=True)
+store.write(path, "trajectories", rows)
 END
 """
 
@@ -292,7 +297,7 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
     assert done.returncode == 0, done.stderr
     assert [info["id"] for info in pd.read_parquet(out)["extra_info"]] == ["c", "d"]
     assert "0.250         2        2" in done.stdout and "1.000         2        0" in done.stdout
-    assert len(log.read_text().split()) == 3 and "chunk_0000.jsonl: done already" in done.stdout
+    assert len(log.read_text().split()) == 3 and "chunk_0000: done already" in done.stdout
     assert "holds samples of other settings" in run("trainer.nnodes=2").stderr
     with lock_folder(out.with_suffix(".samples")):  # a run whose script was killed
         assert "Another run writes into" in run().stderr
@@ -300,10 +305,9 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
 
 def test_the_command_takes_a_runs_folder_and_leaves_failed_samples_out(command, tmp_path):
     rows = solved("a", 8) + solved("b", 4) + solved("c", 0) + solved("d", 2)
-    failed = [sample_row("b", 0, number, sandbox_failure=1.0) for number in range(8, 12)]
-    (tmp_path / "run" / "validation").mkdir(parents=True)
-    write_dump(tmp_path / "run" / "validation" / "0.jsonl", rows + failed)
-    printed, kept = command("--dumps", tmp_path / "run")
+    failed = [sample_row("b", 0, number, end_reason="sandbox_failure") for number in range(8, 12)]
+    write(tmp_path / "run", rows + failed)
+    printed, kept = command("--runs", tmp_path / "run")
     assert kept == ["b", "c", "d"] and "    0.500         1        1" in printed
     assert "4 samples are left out, because sandbox, server or verifier failed" in printed
 
@@ -313,9 +317,8 @@ def test_the_command_refuses_a_run_of_other_problems(command, data, tmp_path):
 
     problems = pd.read_parquet(data)
     problems.assign(prompt=[prompt(f"Find {number}.") for number in range(4)]).to_parquet(data)
-    (tmp_path / "run" / "validation").mkdir(parents=True)
-    write_dump(tmp_path / "run" / "validation" / "0.jsonl", [sample_row("Find 9.", 1)])
+    write(tmp_path / "run", [sample_row("Find 9.", 1)])
     with pytest.raises(SystemExit, match="filter_by_pass_rate: None of the 1 samples in .*run belongs to a problem of"):
-        command("--dumps", tmp_path / "run", "--unjudged", "keep")
+        command("--runs", tmp_path / "run", "--unjudged", "keep")
     with pytest.raises(SystemExit, match="filter_by_pass_rate: No samples at .*nowhere"):
-        command("--dumps", tmp_path / "nowhere")
+        command("--runs", tmp_path / "nowhere")

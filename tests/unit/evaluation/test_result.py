@@ -2,16 +2,17 @@ import json
 
 import pytest
 
-from tests.unit.evaluation.rows import TOOL_USE, evaluation, row
-from verl_ext.evaluation.result import NoSamples, find_samples, make_result, markdown, write_result
-from verl_ext.records import store
+from tests.unit.evaluation.rows import TOOL_USE, evaluation, row, write
+from verl_ext.evaluation.result import make_result, markdown, write_result
+from verl_ext.evaluation.samples import NoSamples, find_samples
+from verl_ext.runs.folder import path_of
 
 
 def test_a_result_has_the_figures_the_settings_and_the_tool_metrics(tmp_path):
     folder = evaluation(tmp_path / "a", [row("p", 0, 1), row("p", 1, 0, pred="5"), row("q", 0, 0), row("q", 1, 0)])
     result, text = make_result(folder, draws=100)
     assert result["samples"] == {
-        "file": str(folder / "samples.jsonl"),
+        "file": str(path_of(folder, "trajectories", 0, validate=True)),
         "wanted": 4,
         "judged": 4,
         "missing": 0,
@@ -29,9 +30,8 @@ def test_a_result_has_the_figures_the_settings_and_the_tool_metrics(tmp_path):
 
 
 def test_samples_that_infrastructure_failed_are_said_first_and_are_in_no_figure(tmp_path):
-    failed = row("q", 0, 0, failure="server_failure", finish_reason="server_failure", tool_use=None, model_spans=None)
-    del failed["tool_use"], failed["model_spans"]
-    unknown = row("q", 1, 0, failure="unverified", unverified=1.0)
+    failed = row("q", 0, 0, calls=0, errors=0, end_reason="aborted", prompt=None, turns=[], tool_use="{}")
+    unknown = row("q", 1, 0, end_reason="verifier_unknown")
     result, text = make_result(evaluation(tmp_path / "a", [row("p", 0, 1), failed, unknown], wanted=6), draws=10)
     assert result["samples"] | {"file": ""} == {
         "file": "",
@@ -67,58 +67,36 @@ def test_the_difference_is_from_the_other_and_says_what_else_differs(tmp_path):
     assert backwards["comparison"]["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == -1.0
 
 
-def test_verls_validation_dumps_are_read_too(tmp_path):
-    plain = {key: value for key, value in row("p", 0, 1).items() if key not in ("problem", "tool_use", "failure")}
-    (tmp_path / "9.jsonl").write_text("{}\n")
-    (tmp_path / "40.jsonl").write_text(json.dumps(plain) + "\n")
-    result, text = make_result(tmp_path, draws=10)
-    assert result["samples"]["file"] == str(tmp_path / "40.jsonl") and result["tools"] == {}
-    assert "settings" not in result and "1.000 [0.025, 1.000]" in text
-
-
-def test_a_run_with_records_alone_is_evaluated_by_its_last_validation(tmp_path):
-    turn = {"role": "model", "text": "x", "tokens": 10, "start": 0}
-    sides = {4: (0.0, 0.0, 1.0), 8: (1.0, 1.0, 1.0)}
-    for step, accs in sides.items():
-        rows = [
-            {"uid": name, "session": 0, "problem": name, "domain": "mine", "turns": [turn], "model_tokens": 10}
-            | {"acc": acc, "end_reason": "answer", "tool_use": json.dumps(TOOL_USE), "calls": []}
-            for name, acc in zip("abc", accs, strict=True)
-        ]
-        failed = {"uid": "d", "session": 0, "problem": "d", "domain": "mine", "end_reason": "raised"}
-        store.write(store.path_of(tmp_path, "trajectories", step, validate=True), "trajectories", [*rows, failed])
-    before, last = (store.path_of(tmp_path, "trajectories", step, validate=True) for step in sides)
+def test_a_run_is_evaluated_by_its_last_validation(tmp_path):
+    sides = {4: (0, 0, 1), 8: (1, 1, 1)}
+    raised = {"uid": "d", "session": 0, "problem": "d", "domain": "mine", "end_reason": "raised"}
+    before, last = (
+        write(tmp_path, [*(row(name, 0, acc) for name, acc in zip("abc", accs, strict=True)), raised], step=step)
+        for step, accs in sides.items()
+    )
     result, text = make_result(tmp_path, compared_with=before, draws=100)
-    assert result["samples"]["file"] == str(last)
+    assert result["samples"]["file"] == str(last) and "settings" not in result
     assert (result["samples"]["judged"], result["samples"]["unverified"]) == (3, 1)
     assert result["figures"]["mine"]["metrics"]["acc/mean@k"]["value"] == 1.0
     assert result["comparison"]["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == pytest.approx(2 / 3)
-    assert result["tools"]["tool/ok_rate"] == 0.5 and result["tools"]["tool/first_call_position"] == pytest.approx(
-        0.2
-    )  # 2 of 10
+    assert result["tools"]["tool/ok_rate"] == 0.5
+    assert result["tools"]["tool/first_call_position"] == pytest.approx(0.08)  # 2 of 25 tokens
 
 
-def test_a_run_stands_for_its_last_validation_and_the_quickstart_for_its_last_evaluation(tmp_path):
-    run, quickstart = tmp_path / "run", tmp_path / "quickstart"
-    samples = run / "evaluation" / "global_step_30" / "samples.jsonl"
-    for file in (samples, quickstart / "eval" / "before" / "0.jsonl"):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    assert find_samples(run) == samples and find_samples(quickstart) == quickstart / "eval" / "before" / "0.jsonl"
-    for file in (run / "validation" / "20.jsonl", quickstart / "eval" / "after" / "0.jsonl"):
-        file.parent.mkdir(parents=True)
-        file.touch()
-        assert find_samples(file.parents[1 if file.parts[-3] == "run" else 2]) == file
+def test_samples_that_note_no_use_of_tools_have_no_metrics_of_them(tmp_path):
+    imported = [row("p", 0, 1, tool_use=None), row("p", 1, 1, tool_use="{}")]
+    result, text = make_result(write(tmp_path, imported), draws=10)
+    assert result["tools"] == {} and "tool metric" not in text
+    assert result["figures"]["mine"]["metrics"]["tool/error_rate"]["value"] == 0.5  # these are of the calls
 
 
 def test_without_samples_there_is_no_result(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(NoSamples, match="No samples at"):
             find_samples(path)
-    (tmp_path / "samples.jsonl").touch()
     with pytest.raises(NoSamples, match="it is empty"):
-        make_result(tmp_path)
-    failed = evaluation(tmp_path / "a", [row("p", 0, 0, failure="sandbox_failure", sandbox_failure=1.0)])
+        make_result(write(tmp_path, []))
+    failed = evaluation(tmp_path / "a", [row("p", 0, 0, end_reason="sandbox_failure")])
     with pytest.raises(NoSamples, match="'sandbox_failure': 1"):
         make_result(failed)
     one, other = (evaluation(tmp_path / name, [row(name, 0, 1)]) for name in ("b", "c"))

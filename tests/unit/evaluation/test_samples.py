@@ -1,42 +1,15 @@
+from pathlib import Path
+
 import pytest
 
-from tests.unit.evaluation.test_figures import row, write
-from verl_ext.evaluation.samples import Sample, read_dump
+from tests.unit.evaluation.rows import evaluation, row, write
+from verl_ext.evaluation.pass_rates import check_match, tally
+from verl_ext.evaluation.samples import NoSamples, Sample, find_samples, read_past_samples, read_samples
 from verl_ext.records import store
+from verl_ext.runs.folder import NoRun
 
 
-def test_of_a_session_with_several_outputs_the_last_counts(tmp_path):
-    rows = [row("a", 0, 0, uid="u_0_1", pred="last"), row("a", 0, 1, uid="u_0_0"), row("a", 1, 1, uid="u_1_0")]
-    kept = read_dump(write(tmp_path / "dump.jsonl", rows))
-    assert [(sample.uid, sample.pred) for sample in kept] == [("u_0_1", "last"), ("u_1_0", "7")]
-
-
-def test_of_several_attempts_at_a_sample_the_last_counts(tmp_path):
-    rows = [row("a", 0, 0, finish_reason="server_failure") | {"acc": None}, row("a", 1, 0), row("a", 0, 1)]
-    kept = read_dump(write(tmp_path / "dump.jsonl", rows))
-    assert [(sample.uid, sample.acc) for sample in kept] == [
-        ("uuid-a_0_0", 1.0),
-        ("uuid-a_1_0", 0.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ({key: value for key, value in row("a", 0, 1).items() if key != "tool_calls"}, "no key tool_calls"),
-        (row("a", 0, 1) | {"acc": 1.5}, "acc is 1.5"),
-        (row("a", 0, 1, pred=None), "pred is None, not a string"),
-        (row("a", 0, 1, tool_errors=None), "tool_errors is None, not a finite number"),
-        (row("a", 0, 1, response_tokens=float("nan")), "response_tokens is nan"),
-    ],
-)
-def test_a_malformed_row_is_named_with_file_and_line(tmp_path, broken, message):
-    path = write(tmp_path / "40.jsonl", [row("a", 1, 1), broken])
-    with pytest.raises(ValueError, match=f"40.jsonl, line 2: {message}"):
-        read_dump(path)
-
-
-def test_a_row_of_records_is_the_sample_that_verls_dump_has_of_the_response(tmp_path):
+def test_a_row_of_records_is_a_sample(tmp_path):
     path = store.path_of(tmp_path, "trajectories", 4, validate=True)
     turn = {"call": None, "server": None, "started_s": None, "generate_s": None}
     call = {"turn": 0, "tool": "python", "code": "1/0", "stdout": "", "stderr": "ZeroDivisionError"}
@@ -57,11 +30,82 @@ def test_a_row_of_records_is_the_sample_that_verls_dump_has_of_the_response(tmp_
     }  # fmt: skip
     raised = {"uid": "u", "session": 3, "problem": "hash", "end_reason": "raised"}
     store.write(path, "trajectories", [whole, raised])
-    sample, lost = read_dump(path)
+    sample, lost = read_samples(path)
     assert sample == Sample(
-        uid="u_2_0", input="user\n1+1?\n", output="<code>1/0</code>error2", gts="2", pred="2.0", data_source="mine",
-        finish_reason="max_tokens", acc=1.0, score=0.5, tool_calls=2, tool_errors=2, tool_timeouts=1, model_turns=2,
-        response_tokens=6, truncated=1, unverified=0, sandbox_failure=0, id="template", problem="hash",
-        normalised="2",
+        uid="u_2_0", prompt="user\n1+1?\n", ground_truth="2", pred="2.0", data_source="mine", end_reason="max_tokens",
+        turns=(("model", "<code>1/0</code>"), ("tool", "error"), ("model", "2<|im_end|>")), acc=1.0, score=0.5,
+        tool_calls=2, tool_errors=2, tool_timeouts=1, response_tokens=6, id="template", problem="hash", normalised="2",
     )  # fmt: skip
+    assert (sample.output, sample.model_turns, sample.is_truncated) == ("<code>1/0</code>error2", 2, True)
     assert sample.failure is None and lost.failure == "unverified"
+
+
+def test_a_run_stands_for_its_last_whole_validation_and_the_quickstart_for_its_last_evaluation(tmp_path):
+    run, quickstart = tmp_path / "run", tmp_path / "quickstart"
+    evaluated = write(run / "evaluation" / "global_step_30", [], step=30)
+    before = write(quickstart / "eval" / "before", [])
+    assert find_samples(run) == evaluated and find_samples(quickstart) == before and find_samples(before) == before
+    last = [write(run, [], step=step) for step in (5, 20)][-1]
+    write(run, [], step=25, light=True)
+    assert find_samples(run) == last
+    assert find_samples(quickstart) == before
+    after = write(quickstart / "eval" / "after", [])
+    assert find_samples(quickstart) == after
+
+
+# Past runs, for pass rates -------------------------------------------------------------------------------------------
+
+PROBLEMS = "abc"
+
+
+def rates(path: Path) -> list[tuple[int, int]]:
+    rows = [{"prompt": [{"role": "user", "content": f"Find {text}."}]} for text in PROBLEMS]
+    tallies, _ = tally(read_past_samples(path)[1], rows)
+    return [(each.judged, each.correct) for each in tallies]
+
+
+def recorded(text: str, acc: float | None, session: int = 0, end_reason: str = "answer"):
+    prompt = f"<|im_start|>user\nFind {text}.<|im_end|>\n<|im_start|>assistant\n"
+    return {"uid": text, "session": session, "prompt": prompt, "end_reason": end_reason, "acc": acc}
+
+
+def test_all_records_of_a_run_count_except_failed_samples(tmp_path):
+    rows = [recorded("a", 1.0), recorded("a", 0.0, 1), recorded("b", 1.0), recorded("a", None, 2, "sandbox_failure")]
+    raised = {"uid": "a", "session": 3, "end_reason": "raised"}
+    run = tmp_path / "rl"
+    store.write(store.path_of(run, "trajectories", 1), "trajectories", [*rows, raised])
+    validated = write(run, [recorded("c", 1.0), recorded("b", None, 1, "verifier_unknown")], step=1)
+    assert rates(run) == rates(tmp_path) == [(2, 1), (1, 1), (1, 1)], "the quickstart's folder has the run in rl/"
+    assert rates(validated) == [(0, 0), (0, 0), (1, 1)]
+    what, samples = read_past_samples(run)
+    assert sorted(filter(None, (sample.failure for sample in samples))) == ["sandbox_failure", "unverified"]
+    assert what == f"6 samples of {validated.parent} (2 files)"
+
+
+def test_a_run_without_records_stands_for_its_evaluations(tmp_path):
+    (tmp_path / "run" / "hydra").mkdir(parents=True)
+    (tmp_path / "run" / "hydra" / "config.yaml").write_text("model: {path: m}\n")
+    for step in (10, 20):
+        evaluation(tmp_path / "run" / "evaluation" / f"global_step_{step}", [recorded("a", step > 10)])
+    assert rates(tmp_path / "run") == [(2, 1), (0, 0), (0, 0)]
+    assert rates(tmp_path / "run" / "evaluation" / "global_step_10") == [(1, 0), (0, 0), (0, 0)]
+
+
+def test_what_is_no_source_is_named(tmp_path):
+    with pytest.raises(NoSamples, match="there is no such file or folder"):
+        read_past_samples(tmp_path / "nowhere")
+    with pytest.raises(NoRun, match="it holds nothing"):
+        read_past_samples(tmp_path)
+    (tmp_path / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/acc": 1}}\n')
+    with pytest.raises(NoSamples, match="Looked for records/"):
+        read_past_samples(tmp_path)
+
+
+def test_samples_of_other_problems_are_an_error_that_shows_one(tmp_path):
+    _, samples = read_past_samples(write(tmp_path, [row("Find other.", 0, 1)]))
+    _, unknown = tally(samples, [{"prompt": [{"role": "user", "content": "Find a."}]}])
+    with pytest.raises(
+        NoSamples, match="None of the 1 samples in /run belongs to a problem of /data.*user Find other. assi"
+    ):
+        check_match(unknown, samples, [Path("/run")], Path("/data"))
+    check_match(unknown - 1, samples, [Path("/run")], Path("/data"))

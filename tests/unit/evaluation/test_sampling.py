@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from verl_ext.datasets.rows import DataError
+from verl_ext.episode import EpisodeKey
+from verl_ext.evaluation.samples import failure_of, read_samples
 from verl_ext.evaluation.store import Store
+from verl_ext.records import store
+from verl_ext.runs.folder import path_of
 
 SETTINGS = {"n": 2}
 
@@ -84,7 +88,7 @@ def problem(index: int, truth: str = "2", **more: Any) -> dict[str, Any]:
 def sample(
     config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concurrency=4, seeded=True
 ) -> tuple[dict, FakeServer]:
-    """Run an evaluation to its end; returns the rows by uid, and the server."""
+    """Run an evaluation to its end; returns the rows by key, and the server."""
     from verl_ext.evaluation.sampling import Sampler, make_tasks
 
     server = FakeServer(tokenizer, answer, seeded=seeded)
@@ -94,31 +98,41 @@ def sample(
         await sampler.check_prompts(rows)
         for loop in sampler._loops.values():
             loop.tools.interpreter.sandbox = sandbox or FakeSandbox()
-        store = Store(folder, SETTINGS, {})
+        kept = Store(folder, SETTINGS, {})
         try:
-            await sampler.run(make_tasks(rows, n, 0), store, concurrency=concurrency)
+            await sampler.run(make_tasks(rows, n, 0), kept, concurrency=concurrency)
         finally:
-            store.close()
-        return store.rows()
+            kept.join()
+        return kept.rows
 
     return asyncio.run(run()), server
 
 
-def test_samples_go_through_the_loop_and_the_reward_manager_of_training(config, tokenizer, tmp_path):
-    from verl_ext.evaluation.samples import read_dump
+def samples_in(folder):
+    """What the records of an evaluation's folder have."""
+    return read_samples(path_of(folder, "trajectories", 0, validate=True))
 
+
+def test_samples_go_through_the_loop_and_the_reward_manager_of_training(config, tokenizer, tmp_path):
     rows, server = sample(config, tokenizer, tmp_path, [problem(1), problem(2, "3")], lambda *_: "\\boxed{2}")
-    assert set(rows) == {f"mine:{i}_{number}_0" for i in (1, 2) for number in (0, 1)}
-    row = rows["mine:1_0_0"]
-    assert (row["acc"], row["pred"], row["failure"], row["gts"]) == (1.0, "2", None, "2")
-    assert rows["mine:2_0_0"]["acc"] == 0.0
-    assert row["input"] == "user\n1+1?\nassistant\n"
-    assert row["output"] == "<code>print(1+1)</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
-    assert (row["tool_calls"], row["model_turns"], row["finish_reason"]) == (1.0, 2.0, "answer")
-    assert row["tool_use"]["ok"] == 1 and len(row["model_spans"]) == 2
+    assert set(rows) == {EpisodeKey(f"mine:{i}", number) for i in (1, 2) for number in (0, 1)}
+    row = rows[EpisodeKey("mine:1", 0)]
+    assert (row["acc"], row["verdict"]["extracted"], row["ground_truth"], row["end_reason"]) == (
+        1.0,
+        "2",
+        "2",
+        "answer",
+    )
+    assert rows[EpisodeKey("mine:2", 0)]["acc"] == 0.0
+    assert json.loads(row["tool_use"])["ok"] == 1
     params = server.params[0]
     assert (params["temperature"], params["top_p"], params["stop"]) == (0.5, 0.9, ["</code>"])
-    assert {sample.uid for sample in read_dump(tmp_path / "samples.jsonl")} == set(rows)
+    samples = {sample.uid: sample for sample in samples_in(tmp_path)}
+    assert set(samples) == set(map(str, rows))
+    first = samples["mine:1_0_0"]
+    assert first.prompt == "user\n1+1?\nassistant\n"
+    assert first.output == "<code>print(1+1)</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
+    assert (first.tool_calls, first.model_turns, first.is_truncated) == (1, 2, False)
 
 
 def test_seven_rows_with_one_last_message_are_seven_problems(config, tokenizer, tmp_path):
@@ -126,7 +140,6 @@ def test_seven_rows_with_one_last_message_are_seven_problems(config, tokenizer, 
     that of six problems is right, so that best@4 is 6/7."""
     from verl_ext.evaluation.figures import evaluate
     from verl_ext.evaluation.problems import read_sets
-    from verl_ext.evaluation.samples import read_dump
 
     row = {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
     row |= {"reward_model": {"ground_truth": "2"}, "extra_info": {"id": "a"}}
@@ -139,7 +152,7 @@ def test_seven_rows_with_one_last_message_are_seven_problems(config, tokenizer, 
     file.write_text("".join(json.dumps(row | change) + "\n" for change in changes))
     rows = read_sets([str(file)], protocol="code")
     sample(config, tokenizer, tmp_path / "out", rows, lambda *_: "\\boxed{2}", n=4)
-    samples = read_dump(tmp_path / "out" / "samples.jsonl")
+    samples = samples_in(tmp_path / "out")
     overall = evaluate(samples, k=4, draws=10)["overall"]
     assert (overall.num_problems, overall.num_samples, overall.n) == (7, 32, 4)
     assert overall.metrics["acc/best@k"].value == pytest.approx(6 / 7)
@@ -157,9 +170,10 @@ def test_a_sample_has_the_same_seed_in_every_run_and_another_than_all_others(con
 
 def test_a_server_that_takes_no_seeds_gets_none_and_the_rows_have_none(config, tokenizer, tmp_path):
     rows, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", seeded=False)
-    assert all("seed" not in each for each in [*server.params, *rows.values()]) and len(server.params) == 4
+    assert all("seed" not in each for each in server.params) and len(server.params) == 4
+    assert all("seed" not in json.loads(row["sampling"]) for row in rows.values())
     rows, _ = sample(config, tokenizer, tmp_path / "seeded", [problem(1)], lambda *_: "\\boxed{2}")
-    assert len({row["seed"] for row in rows.values()}) == 2
+    assert len({json.loads(row["sampling"])["seed"] for row in rows.values()}) == 2
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_path):
@@ -174,10 +188,10 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_
 
     with pytest.raises(KeyboardInterrupt):
         sample(config, tokenizer, tmp_path, problems, dies_at_the_third, concurrency=1)
-    before = (tmp_path / "samples.jsonl").read_text()
-    assert len(before.splitlines()) == 2
+    before = samples_in(tmp_path)
+    assert len(before) == 2
     rows, server = sample(config, tokenizer, tmp_path, problems, lambda *_: "\\boxed{2}")
-    assert (tmp_path / "samples.jsonl").read_text().startswith(before)
+    assert samples_in(tmp_path)[:2] == before
     assert len(rows) == 6 and len(server.prompts) == 2 * 4  # two turns of each missing sample
     rows, server = sample(config, tokenizer, tmp_path, problems, lambda *_: "\\boxed{2}")
     assert len(rows) == 6 and server.prompts == []
@@ -185,7 +199,6 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_
 
 def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, tokenizer, tmp_path):
     from verl_ext.evaluation.figures import evaluate
-    from verl_ext.evaluation.samples import read_dump
     from verl_ext.rollout.servers import ServerFailure
 
     def fails_for_two(text: str, seed: int) -> str:
@@ -197,17 +210,17 @@ def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, to
     sandbox.fails = 1
     problems = [problem(1), problem(2)]
     rows, _ = sample(config, tokenizer, tmp_path, problems, fails_for_two, sandbox=sandbox, concurrency=1)
-    assert [rows[uid]["failure"] for uid in ("mine:1_0_0", "mine:1_1_0")] == ["sandbox_failure", None]
-    assert rows["mine:2_0_0"]["failure"] == "server_failure" and rows["mine:2_0_0"]["error"] == "HTTP 503"
-    assert rows["mine:1_0_0"]["acc"] is None and rows["mine:2_0_0"]["acc"] is None
-    figures = evaluate(read_dump(tmp_path / "samples.jsonl"), draws=10)["mine"]
+    failed, judged, refused = (rows[EpisodeKey(*key)] for key in (("mine:1", 0), ("mine:1", 1), ("mine:2", 0)))
+    assert [failure_of(row) for row in (failed, judged, refused)] == ["sandbox_failure", None, "server_failure"]
+    assert failed["acc"] is None and refused["acc"] is None and refused["exception"] == "HTTP 503"
+    figures = evaluate(samples_in(tmp_path), draws=10)["mine"]
     assert figures.excluded == {"sandbox_failure": 1, "server_failure": 2, "unverified": 0}
     assert figures.metrics["acc/mean@k"].value == 1.0
 
     rows, server = sample(config, tokenizer, tmp_path, problems, lambda *_: "\\boxed{2}")
-    assert all(row["failure"] is None and row["acc"] == 1.0 for row in rows.values()) and len(rows) == 4
+    assert all(failure_of(row) is None and row["acc"] == 1.0 for row in rows.values()) and len(rows) == 4
     assert len(server.prompts) == 2 * 3
-    assert evaluate(read_dump(tmp_path / "samples.jsonl"), draws=10)["mine"].num_samples == 4
+    assert evaluate(samples_in(tmp_path), draws=10)["mine"].num_samples == 4
 
 
 def test_a_call_that_the_sandbox_fails_is_made_again_and_the_response_stays(config, tokenizer, tmp_path, monkeypatch):
@@ -220,7 +233,7 @@ def test_a_call_that_the_sandbox_fails_is_made_again_and_the_response_stays(conf
     patient = OmegaConf.merge(config, {"retool": {"validation": {"retries": 2}}})
     rows, server = sample(patient, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=1, sandbox=sandbox)
     (row,) = rows.values()
-    assert (row["failure"], row["acc"], len(server.prompts)) == (None, 1.0, 2)
+    assert (failure_of(row), row["acc"], len(server.prompts)) == (None, 1.0, 2)
 
 
 def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_again(
@@ -235,15 +248,16 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_aga
     with monkeypatch.context() as patch:
         patch.setattr(MathVerifier, "verify", unknown)
         rows, _ = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=1)
-    (before,) = rows.values()
-    assert (before["failure"], before["acc"]) == ("unverified", None)
+    assert [failure_of(row) for row in rows.values()] == ["unverified"]
+    path = path_of(tmp_path, "trajectories", 0, validate=True)
+    (before,) = store.read(path).to_pylist()
 
     rows, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{3}", n=1)
-    (row,) = rows.values()
-    assert server.prompts == [] and (row["failure"], row["acc"]) == (None, 1.0)
-    for name in ("input", "output", "model_spans", "tool_use", "finish_reason", "tool_calls"):
+    (row,) = store.read(path).to_pylist()
+    assert server.prompts == [] and (failure_of(row), row["acc"], row["end_reason"]) == (None, 1.0, "answer")
+    for name in ("prompt", "turns", "calls", "tool_use", "model_tokens", "sampling", "timings"):
         assert row[name] == before[name], name
-    assert "response_ids" not in row
+    assert json.loads(row["reward_parts"])["response_tokens"] == row["model_tokens"]
 
 
 def test_infrastructure_that_is_down_stops_the_run(config, tokenizer, tmp_path):
@@ -253,8 +267,8 @@ def test_infrastructure_that_is_down_stops_the_run(config, tokenizer, tmp_path):
     sandbox.fails = 1000
     with pytest.raises(InfrastructureDown, match=rf"last {GIVE_UP_AFTER} samples failed \(sandbox_failure\)"):
         sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "", n=40, sandbox=sandbox, concurrency=1)
-    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert len(rows) == GIVE_UP_AFTER and all(row["acc"] is None for row in rows)
+    samples = samples_in(tmp_path)
+    assert len(samples) == GIVE_UP_AFTER and all(sample.acc is None for sample in samples)
 
 
 def test_failures_among_samples_that_end_well_do_not_stop_the_run(config, tokenizer, tmp_path):
@@ -272,7 +286,7 @@ def test_failures_among_samples_that_end_well_do_not_stop_the_run(config, tokeni
     rows, _ = sample(
         config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=number, sandbox=sandbox, concurrency=1
     )
-    assert sum(row["failure"] == "sandbox_failure" for row in rows.values()) == number // 2 > GIVE_UP_AFTER
+    assert sum(failure_of(row) == "sandbox_failure" for row in rows.values()) == number // 2 > GIVE_UP_AFTER
 
 
 @pytest.mark.parametrize(
@@ -285,7 +299,7 @@ def test_failures_among_samples_that_end_well_do_not_stop_the_run(config, tokeni
 def test_what_cannot_be_rolled_out_is_said_before_anything_is(config, tokenizer, tmp_path, row, message):
     with pytest.raises(DataError, match=message):
         sample(config, tokenizer, tmp_path, [problem(0), row], lambda *_: "\\boxed{2}")
-    assert not (tmp_path / "samples.jsonl").exists()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_response_that_the_server_has_no_room_for_is_said_before_anything_is(config, tokenizer, tmp_path):
@@ -300,4 +314,4 @@ def test_a_column_names_the_loop_of_a_sample(config, tokenizer, tmp_path):
     rows, server = sample(
         config, tokenizer, tmp_path, [problem(1, agent_name="retool_hermes")], lambda *_: "\\boxed{2}", n=1
     )
-    assert server.params[0].get("stop") is None and rows["mine:1_0_0"]["tool_calls"] == 0.0
+    assert server.params[0].get("stop") is None and rows[EpisodeKey("mine:1", 0)]["calls"] == []

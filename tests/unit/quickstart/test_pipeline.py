@@ -15,6 +15,7 @@ from tests.unit.quickstart.conftest import RecordingSupervisor
 from verl_ext.quickstart import pipeline, rungs
 from verl_ext.quickstart.pipeline import Journal, Quickstart, run_pipeline
 from verl_ext.quickstart.supervise import CommandFailed
+from verl_ext.runs.folder import path_of
 
 STEP_NAMES = ["data", "sft", "merge_sft", "rl", "merge_rl", "eval_before", "eval_after"]
 
@@ -291,22 +292,25 @@ def test_merging_without_a_checkpoint_says_what_to_run(make_run, tmp_path):
 
 
 @pytest.mark.parametrize(("when", "model"), [("before", "sft"), ("after", "rl")])
-def test_evaluation_rolls_out_the_merged_model_and_must_leave_samples(make_run, tmp_path, when, model):
+def test_evaluation_rolls_out_the_merged_model_and_must_leave_records(make_run, tmp_path, when, model):
     target = tmp_path / "eval" / when
-    target.mkdir(parents=True)
-    (target / "0.jsonl").touch()  # of a failed attempt
+    records = path_of(target, "trajectories", 0, validate=True)
+    records.parent.mkdir(parents=True)
+    records.touch()  # of a failed attempt
 
-    with pytest.raises(CommandFailed, match=f"wrote no samples into {target}"):
+    with pytest.raises(CommandFailed, match=f"wrote no records into {target}"):
         pipeline.evaluate(make_run(), when)
 
     def act(command, env):
         assert env["MODEL_PATH"] == str(tmp_path / model / "merged") and env["DOCTOR"] == "0"
-        assert {"trainer.val_only=True", f"trainer.validation_data_dir='{target}'"} <= set(command)
-        assert command.index("trainer.resume_mode=disable") > command.index("trainer.resume_mode=auto")  # the last wins
-        target.mkdir()
-        (target / "0.jsonl").touch()
+        assert env["OUTPUT_DIR"] == str(target) and "trainer.val_only=True" in command
+        for now, before in (("resume_mode=disable", "resume_mode=auto"), ("recorder.enable=true", "enable=false")):
+            places = [number for number, each in enumerate(command) if each.endswith((now, before))]
+            assert command[places[-1]].endswith(now), "the last wins"
+        records.parent.mkdir(parents=True)
+        records.touch()
 
-    pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto"]), when)
+    pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto", "retool.recorder.enable=false"]), when)
 
 
 # The doctor, in the real launcher ------------------------------------------------------------------------------------

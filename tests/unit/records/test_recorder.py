@@ -18,6 +18,7 @@ from verl_ext.records.recorder import Fates, Group, Recorder, pack
 from verl_ext.records.schema import LOST_KEY
 from verl_ext.records.token_rows import KEPT
 from verl_ext.rollout import recorder_actor
+from verl_ext.runs.folder import judged_files
 from verl_ext.settings import RecorderSettings
 
 SETTINGS = RecorderSettings(token_share=0.5, keep_steps=100, max_gb=1)
@@ -110,10 +111,19 @@ def test_a_validation_has_a_separate_file_and_no_outcome(tmp_path):
     writer.group(group("t", step=5))
     writer.end_step(Fates(4, {"v": None}, {}, validate=True), 0.0)
     (file,) = store.files_of(tmp_path)
-    assert (file.step, file.validate) == (4, True)
+    assert (file.step, file.validate, file.light) == (4, True, False)
     rows = store.read(file.path).to_pylist()
     assert {row["uid"] for row in rows} == {"v", "raised"}, "also a problem of which nothing is stored"
     assert {row["outcome"] for row in rows} == {None}
+
+
+def test_a_light_validation_is_not_taken_for_a_whole_one(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.group(group("v", step=4, validate=True))
+    writer.end_step(Fates(4, {"v": None}, {}, validate=True, light=True), 0.0)
+    (file,) = store.files_of(tmp_path)
+    assert (file.step, file.validate, file.light) == (4, True, True)
+    assert len(store.read(file.path)) == 2 and judged_files(tmp_path) == []
 
 
 def test_the_trainers_intervals_are_the_timeline_of_the_step(tmp_path):

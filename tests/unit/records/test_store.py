@@ -1,9 +1,6 @@
 """Parquet records: a round trip, half-written and truncated files, a full disk, retention."""
 
-import json
 import os
-import subprocess
-import sys
 import time
 
 import pyarrow as pa
@@ -130,44 +127,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path, monkeypatc
     assert list(path.parent.iterdir()) == [path] and store.read(path).num_rows == 1
 
 
-def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
-    for step in (1, 2):
-        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [ROW | {"step": step}])
-    monkeypatch.setattr("sys.argv", ["store", str(tmp_path), "--step", "2"])
-    store.main()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
-
-
-def test_the_command_ends_without_an_error_if_its_reader_has_enough(tmp_path):
-    many = [ROW | {"prompt": "a" * 2000, "session": session} for session in range(200)]  # more than a pipe holds
-    store.write(store.path_of(tmp_path, "trajectories", 1), "trajectories", many)
-    command = [sys.executable, "-m", "verl_ext.records.store", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert json.loads(process.stdout.readline())["session"] == 0
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
-
-
-def test_the_command_takes_the_quickstarts_folder_and_says_what_is_not_there(tmp_path, monkeypatch, capsys):
-    run = tmp_path / "rl"
-    store.write(store.path_of(run, "trajectories", 1), "trajectories", [ROW])
-
-    def said(*arguments):
-        monkeypatch.setattr("sys.argv", ["store", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            store.main()
-        return ended.value.code
-
-    monkeypatch.setattr("sys.argv", ["store", str(tmp_path)])
-    store.main()
-    assert json.loads(capsys.readouterr().out)["uid"] == "u1"
-    assert said(run, "--step", 7) == f"{run} has no records of the kind trajectories of step 7. It has steps 1 to 1."
-    assert said(run, "--kind", "tokens") == f"{run} has no records of the kind tokens (retool.recorder)."
-    assert said(tmp_path / "misspelt").startswith(f"No run at {tmp_path / 'misspelt'}")
-
-
 def test_a_file_written_again_keeps_its_notes(tmp_path):
     path = store.path_of(tmp_path, "trajectories", 1)
     store.write(path, "trajectories", [ROW, ROW | {"session": 4}], {CPU_KEY: "1.5"})
@@ -187,19 +146,21 @@ def limits(max_bytes):
     return RecorderSettings(token_share=0.0, keep_steps=3, max_gb=max_bytes / 2**30)
 
 
-def test_retention_removes_the_oldest_steps_whole_and_keeps_the_newest(tmp_path):
+def test_retention_removes_the_oldest_steps_whole_and_keeps_the_newest_and_all_validations(tmp_path):
     for step in (1, 2, 3, 4):
         for kind in ("trajectories", "timeline"):
             store.write(store.path_of(tmp_path, kind, step), kind, [])
     store.write(store.path_of(tmp_path, "trajectories", 1, validate=True), "trajectories", [])
+    store.write(store.path_of(tmp_path, "trajectories", 1, light=True), "trajectories", [])
     sizes = store.sizes(tmp_path)
     store.keep(tmp_path, sizes, limits(1e9))
-    assert [file.step for file in store.files_of(tmp_path, "*")] == [2, 2, 3, 3, 4, 4]
+    assert [file.step for file in store.files_of(tmp_path, "*")] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert sizes == store.sizes(tmp_path)
     store.keep(tmp_path, sizes, limits(2 * sizes[2]))
-    assert [file.step for file in store.files_of(tmp_path)] == [3, 4]
+    assert [file.step for file in store.files_of(tmp_path) if not file.validate] == [3, 4]
     store.keep(tmp_path, sizes, limits(1))
-    assert [file.step for file in store.files_of(tmp_path)] == [4]
+    left = [(file.step, file.validate, file.light) for file in store.files_of(tmp_path)]
+    assert left == [(1, True, False), (1, True, True), (4, False, False)]
 
 
 def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):

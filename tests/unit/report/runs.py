@@ -3,36 +3,22 @@
 import json
 from html.parser import HTMLParser
 
+from tests.unit.evaluation import rows as records
 from verl_ext.report.page import write_report
 
 HOSTILE = "</pre><script>alert('x')</script>&amp;"
 VOID = {"meta", "br", "link", "img", "input", "path", "circle"}
 
 
-def row(problem, acc, *, source="tiny_tools", calls=1, errors=0, failed=0, output=None):
-    code = f"<code>print({problem!r})</code>\n<interpreter>\n7\n</interpreter>\n" * calls
-    return {
-        "input": f"user\n{problem}\nassistant\n",
-        "output": output or f"{code}\\boxed{{{7 if acc else 5}}}",
-        "gts": "7",
-        "score": 1.0 if acc else -1.0,
-        "step": 0,
-        "acc": float(acc),
-        "pred": "7" if acc else "5",
-        "verdict": "",
-        "method": "",
-        "data_source": source,
-        "finish_reason": "sandbox_failure" if failed else "answer",
-        "tool_calls": float(calls),
-        "tool_errors": float(errors),
-        "tool_timeouts": 0.0,
-        "model_turns": 1.0,
-        "response_tokens": 20.0,
-        "truncated": 0.0,
-        "unverified": 0.0,
-        "sandbox_failure": float(failed),
-        "uid": f"uuid{problem}_0_0",
-    }
+def row(problem, acc, *, source="tiny_tools", calls=1, errors=0, failed=0, turns=None, **columns):
+    """Return a row of records: programs that print 7, and an answer."""
+    own = [("model", f"<code>print({problem!r})</code>"), ("tool", "\n<interpreter>\n7\n</interpreter>\n")] * calls
+    own = turns or [*own, ("model", f"\\boxed{{{7 if acc else 5}}}")]
+    columns |= {"end_reason": "sandbox_failure"} if failed else {}
+    return records.row(
+        problem, 0, acc, calls=calls, errors=errors, domain=source, uid=f"uuid{problem}", problem=None,
+        turns=[{"role": role, "text": text} for role, text in own], **columns,
+    )  # fmt: skip
 
 
 def write_lines(path, rows):
@@ -46,8 +32,8 @@ def add_evaluation(folder, right_before=range(2), right_after=range(7)):
     before += [row(f"o{i}", 0, source="tiny_tools_ood_large", calls=0) for i in range(2)]
     after = [row(f"p{i}", i in right_after, errors=i == 0) for i in range(8)]
     after += [row("o0", 1, source="tiny_tools_ood_large"), row("o1", 0, source="tiny_tools_ood_large", failed=1)]
-    write_lines(folder / "eval" / "before" / "0.jsonl", before)
-    write_lines(folder / "eval" / "after" / "5.jsonl", after)
+    records.write(folder / "eval" / "before", before)
+    records.write(folder / "eval" / "after", after)
 
 
 def add_training(folder):

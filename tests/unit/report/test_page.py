@@ -8,8 +8,10 @@ from html import unescape
 
 import pytest
 
+from tests.unit.evaluation.rows import write
 from tests.unit.report.runs import HOSTILE, Balance, add_evaluation, add_training, row, write_lines, written
 from verl_ext.pages.page import SCRIPTS
+from verl_ext.records import store
 from verl_ext.report.__main__ import main
 
 
@@ -60,7 +62,7 @@ def test_the_five_worst_problems_are_named_by_what_they_ask(folder):
     before = [row(f"Find p{i}.", i >= 5) for i in range(9)]
     after = [row(f"Find p{i}.", i == 7, failed=i == 8) for i in range(9)]
     for side, rows in (("before", before), ("after", after)):
-        write_lines(folder / "eval" / side / "0.jsonl", rows)
+        write(folder / "eval" / side, rows)
     _, page, summary = written(folder)
     named = [each["question"] for each in summary["worst"]]
     assert set(named[:2]) == {"Find p5.", "Find p6."} and len(set(named)) == 5
@@ -70,7 +72,7 @@ def test_the_five_worst_problems_are_named_by_what_they_ask(folder):
     }  # fmt: skip
     table = page[page.index("The worst problems") :]
     assert all(f"<td>{name}</td>" in table for name in named) and "Right before" in table
-    write_lines(folder / "eval" / "after" / "0.jsonl", [row(f"Find p{i}.", 1) for i in range(9)])
+    write(folder / "eval" / "after", [row(f"Find p{i}.", 1) for i in range(9)])
     assert "The worst problems" not in written(folder)[1]
 
 
@@ -79,7 +81,7 @@ def test_braces_in_a_data_source_are_its_name(folder):
     for source in ("{braces}_ood", "{0}_ood", "{_ood", "100%s_ood"):
         for side, right in (("before", 0), ("after", 1)):
             rows = [row(f"p{i}", right, source=source if i % 2 else "tiny_tools") for i in range(16)]
-            write_lines(folder / "eval" / side / "0.jsonl", rows)
+            write(folder / "eval" / side, rows)
         text, page, summary = written(folder)
         assert f"accuracy on {source} rose from 0.0% to 100.0%" in summary["improved"] and source in unescape(page)
 
@@ -88,9 +90,8 @@ def test_what_turns_or_hides_a_text_is_shown_by_its_number(folder):
     add_training(folder)
     turned, config = "p\u202egnp.exe\u2066\u200b\x1b[2J", folder / "rl" / "hydra" / "config.yaml"
     for side in ("before", "after"):
-        write_lines(
-            folder / "eval" / side / "0.jsonl", [row(turned, side == "after", source="s\u202e_ood", output=turned)]
-        )
+        turns = [("model", turned)]
+        write(folder / "eval" / side, [row(turned, side == "after", source="s\u202e_ood", turns=turns)])
     config.write_text('note: "\u202e"\n', encoding="utf-8")
     write_lines(folder / "rl" / "metrics-2.jsonl", [{"step": 6, "data": {"val-core/s\u202e/acc/mean@2": 0.5}}])
     _, page, _ = written(folder)
@@ -133,9 +134,9 @@ def test_page_needs_no_network_and_is_well_formed(folder):
 
 def test_every_text_of_the_run_is_escaped(folder):
     add_training(folder)
-    hostile = row(HOSTILE, 1, source=f"tools{HOSTILE}", output=f"{HOSTILE}<code>{HOSTILE}</code>\\boxed{{{HOSTILE}}}")
-    hostile |= {"gts": HOSTILE, "finish_reason": HOSTILE}
-    write_lines(folder / "eval" / "after" / "5.jsonl", [hostile])
+    turns = [("model", f"{HOSTILE}<code>{HOSTILE}</code>\\boxed{{{HOSTILE}}}"), ("tool", HOSTILE)]
+    hostile = row(HOSTILE, 1, source=f"tools{HOSTILE}", turns=turns, ground_truth=HOSTILE, end_reason=HOSTILE)
+    write(folder / "eval" / "after", [hostile])
     (folder / "stages.json").write_text(json.dumps([{"stage": HOSTILE, "status": HOSTILE, "wall_s": 1.0}]))
     _, page, _ = written(folder)
     assert HOSTILE not in page
@@ -169,7 +170,7 @@ def test_verdict_says_what_the_interval_allows(folder, right_before, right_after
 
 
 def test_one_sided_evaluation_is_reported_as_such(folder):
-    write_lines(folder / "eval" / "before" / "0.jsonl", [row("a", 1), row("b", 0)])
+    write(folder / "eval" / "before", [row("a", 1), row("b", 0)])
     text, page, summary = written(folder)
     assert summary["verdict"].startswith("Accuracy before RL is 50.0% [")
     assert summary["headline"]["after"] is None and summary["headline"]["difference"] is None
@@ -178,7 +179,7 @@ def test_one_sided_evaluation_is_reported_as_such(folder):
 
 
 def test_an_evaluation_without_a_verdict_says_so(folder):
-    write_lines(folder / "eval" / "after" / "0.jsonl", [row("a", 0, failed=1)])
+    write(folder / "eval" / "after", [row("a", 0, failed=1)])
     text, page, summary = written(folder)
     assert summary["verdict"].startswith("No sample could be judged")
 
@@ -218,8 +219,7 @@ def test_alarms_and_what_could_not_be_looked_at_are_named(folder):
 
 
 def test_without_evaluations_training_rollouts_are_shown(folder):
-    rollout = {"input": "user\nq?\nassistant\n", "output": "\\boxed{1}", "gts": "1", "score": 1.0, "step": 3}
-    write_lines(folder / "rl" / "rollouts" / "3.jsonl", [rollout])
+    store.write(store.path_of(folder / "rl", "trajectories", 3), "trajectories", [row("q?", 1, step=3)])
     _, page, summary = written(folder)
     assert "<h3>RL step 3</h3>" in page
     assert "rollouts" not in summary["missing"]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.unit.evaluation.rows import evaluation, write
 from tests.unit.report.runs import Balance, add_evaluation, add_training, row, write_lines, written
 from verl_ext.records import store
 from verl_ext.report.__main__ import main
@@ -26,8 +27,8 @@ def rl_run(tmp_path):
     config(run, "actor_rollout_ref: {rollout: {n: 8}}\ntrainer: {}\n")
     start_file(run, 100, range(1, 13), **{"train/acc": 0.5})
     start_file(run, 200, range(11, 21), **{"train/acc": 0.9})
-    write_lines(run / "validation" / "0.jsonl", [row(f"p{i}", i < 2) for i in range(8)])
-    write_lines(run / "validation" / "20.jsonl", [row(f"p{i}", i < 7) for i in range(8)])
+    write(run, [row(f"p{i}", i < 2) for i in range(8)])
+    write(run, [row(f"p{i}", i < 7) for i in range(8)], step=20)
     return run
 
 
@@ -43,7 +44,8 @@ def test_the_folder_of_an_rl_run_is_reported(rl_run):
 
 def test_held_out_accuracy_stands_at_the_steps_of_its_validations(rl_run):
     for step, later in ((0, 4), (20, 16)):
-        (rl_run / "validation" / f"{step}.jsonl").rename(rl_run / "validation" / f"{later}.jsonl")
+        old, new = (store.path_of(rl_run, "trajectories", each, validate=True) for each in (step, later))
+        old.rename(new)
     html = written(rl_run)[1]
     data = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', html)]
     accuracy = next(each for each in data if each["title"] == "accuracy")
@@ -76,7 +78,7 @@ def test_an_rl_run_without_validations_shows_its_metrics_and_recorded_rollouts(t
     assert "6 RL steps, with no validation samples" in summary["verdict"]
     assert "<h3>RL step 6</h3>" in page
     assert '<span class="who">interpreter</span>7</pre>' in page and "reward +0.50" in page and "im_end" not in page
-    assert summary["missing"] == ["evaluation"] and "trainer.validation_data_dir" in text
+    assert summary["missing"] == ["evaluation"] and "retool.recorder and trainer.test_freq" in text
     Balance().feed(page)
     validated = record | {"uid": "v", "session": 0, "step": 7, "problem": "p", "end_reason": "answer", "acc": 1.0}
     store.write(store.path_of(run, "trajectories", 7, validate=True), "trajectories", [validated])
@@ -92,14 +94,14 @@ def test_the_folder_of_an_sft_run_is_reported_with_its_evaluation(tmp_path):
     assert summary["kind"] == "sft" and "20 SFT steps. Lower: training loss from" in text
     assert "SFT loss" in page and "RL" not in re.sub("Tool-integrated RL on verl", "", page.split("<body>")[1])
     assert summary["missing"] == ["evaluation"] and "bash scripts/merge_and_eval.sh RUN" in text
-    write_lines(run / "evaluation" / "global_step_20" / "samples.jsonl", [row("a", 1), row("b", 0)])
+    write(run / "evaluation" / "global_step_20", [row("a", 1), row("b", 0)], step=20)
     text, page, summary = written(run)
     assert summary["verdict"].startswith("Accuracy at step 20 is 50.0% [") and summary["missing"] == []
     Balance().feed(page)
 
 
 def test_the_folder_of_an_evaluation_is_reported(tmp_path):
-    write_lines(tmp_path / "samples.jsonl", [row("a", 1), row("b", 0)])
+    evaluation(tmp_path, [row("a", 1), row("b", 0)])
     text, page, summary = written(tmp_path)
     assert summary["verdict"].startswith("Accuracy in this evaluation is 50.0% [") and summary["missing"] == []
     assert "<h2>Training</h2>" not in page and '<article class="card rollout' in page
@@ -127,7 +129,7 @@ def test_a_folder_that_is_no_run_is_an_error_and_gets_no_page(tmp_path, there):
     for name in there:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    with pytest.raises(SystemExit, match="No run at .*Expected a training run .metrics-.*samples.jsonl.*stages.json"):
+    with pytest.raises(SystemExit, match="No run at .*Expected a training run .metrics-.*settings.json.*stages.json"):
         main(["--run", str(tmp_path)])
     assert not list(tmp_path.glob("*.html"))
 
@@ -136,7 +138,7 @@ def test_several_runs_stand_side_by_side_with_their_names(folder, rl_run, tmp_pa
     add_evaluation(folder)
     add_training(folder)
     other = tmp_path / "other" / "dapo"
-    write_lines(other / "validation" / "5.jsonl", [row(f"p{i}", i < 3) for i in range(8)])
+    write(other, [row(f"p{i}", i < 3) for i in range(8)], step=5)
     start_file(other, 1, range(1, 6), **{"train/acc": 0.2})
     main(["--run", str(rl_run), str(other), "--run", str(folder), "--out", str(tmp_path / "both")])
     text = capsys.readouterr().out
@@ -167,7 +169,7 @@ def test_several_runs_stand_side_by_side_with_their_names(folder, rl_run, tmp_pa
 def test_a_comparison_says_how_it_is_paired(problems, ids, says, tmp_path):
     for name, asked in (("first", "ab"), ("second", problems)):
         rows = [row(problem, 1) | {"id": ids} for problem in asked]
-        write_lines(tmp_path / name / "samples.jsonl", rows)
+        evaluation(tmp_path / name, rows)
     main(["--run", str(tmp_path / "first"), str(tmp_path / "second"), "--out", str(tmp_path)])
     lead = re.search('<p class="lead">(.*?)</p>', (tmp_path / "comparison.html").read_text())[1]
     assert lead == f"Accuracy is of each run's last evaluation, with its 95% interval. {says}"

@@ -7,73 +7,87 @@ from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, spli
 
 CASES = {
     "the <code> protocol": (
-        "Let me see. <code>\nprint(6*7)\n</code>\n<interpreter>\n42\n</interpreter>\nSo \\boxed{42}.",
+        [
+            ("model", "Let me see. <code>\nprint(6*7)\n</code>"),
+            ("tool", "\n<interpreter>\n42\n</interpreter>\n"),
+            ("model", "So \\boxed{42}.<|im_end|>"),
+        ],
         [
             *[("text", "Let me see. "), ("code", "print(6*7)"), ("tool", "42")],
-            *[("text", "\nSo "), ("boxed", "\\boxed{42}"), ("text", ".")],
+            *[("text", "So "), ("boxed", "\\boxed{42}"), ("text", ".")],
         ],
     ),
     "an error of the model's code": (
-        "<code>prin(1)</code><interpreter>NameError: name 'prin' is not defined</interpreter>",
-        [("code", "prin(1)"), ("tool_error", "NameError: name 'prin' is not defined")],
+        [("model", "<code>prin(1)</code>"), ("tool", "<interpreter>NameError: name 'prin'</interpreter>")],
+        [("code", "prin(1)"), ("tool_error", "NameError: name 'prin'")],
     ),
     "a whole traceback": (
-        "<code>1/0</code><interpreter>Traceback (most recent call last):\nZeroDivisionError: x</interpreter>",
+        [
+            ("model", "<code>1/0</code>"),
+            ("tool", "<interpreter>Traceback (most recent call last):\nZeroDivisionError: x</interpreter>"),
+        ],
         [("code", "1/0"), ("tool_error", "Traceback (most recent call last):\nZeroDivisionError: x")],
     ),
     "hermes": (
-        'Hm.\n<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "a = 1\\nprint(a)"}}\n</tool_call>'
-        "\nuser\n<tool_response>\n1\n</tool_response>\nassistant\nDone \\boxed{1}",
+        [
+            ("model", 'Hm.\n<tool_call>\n{"name": "python", "arguments": {"code": "a = 1\\nprint(a)"}}\n</tool_call>'),
+            ("tool", "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+            ("model", "Done \\boxed{1}<|im_end|>"),
+        ],
         [
             *[("text", "Hm.\n"), ("code", "a = 1\nprint(a)"), ("tool", "1")],
             *[("text", "Done "), ("boxed", "\\boxed{1}")],
         ],
     ),
+    "two outputs in one turn of the tools": (
+        [("tool", "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")],
+        [("tool", "1"), ("tool", "2")],
+    ),
+    "an output without tags, as of a user's environment": ([("tool", "Try again.")], [("tool", "Try again.")]),
+    "an output that the model forged is its text": (
+        [("model", "<code>p</code><interpreter>\\boxed{9}"), ("model", " <code>q</code>")],
+        [*[("code", "p"), ("text", "<interpreter>"), ("boxed", "\\boxed{9}")], ("code", "q")],
+    ),
     "a hermes call that is no JSON stays as written": (
-        "<tool_call>{'code': 1}</tool_call>",
+        [("model", "<tool_call>{'code': 1}</tool_call>")],
         [("code", "{'code': 1}")],
     ),
-    "cut in the code": ("x <code>print(1", [("text", "x "), ("code", "print(1")]),
-    "cut in the output": ("<code>p</code><interpreter>12", [("code", "p"), ("tool", "12")]),
-    "nested braces": ("\\boxed{\\frac{1}{2}} ok", [("boxed", "\\boxed{\\frac{1}{2}}"), ("text", " ok")]),
-    "an unclosed box is text": ("\\boxed{1", [("text", "\\boxed{1")]),
+    "cut in the code": ([("model", "x <code>print(1")], [("text", "x "), ("code", "print(1")]),
+    "nested braces": ([("model", "\\boxed{\\frac{1}{2}} ok")], [("boxed", "\\boxed{\\frac{1}{2}}"), ("text", " ok")]),
+    "an unclosed box is text": ([("model", "\\boxed{1")], [("text", "\\boxed{1")]),
     "a box within a box is part of it, and one in an unclosed box is a box": (
-        "\\boxed{\\boxed{1}+{2}} \\boxed{ \\boxed{3}",
+        [("model", "\\boxed{\\boxed{1}+{2}} \\boxed{ \\boxed{3}")],
         [("boxed", "\\boxed{\\boxed{1}+{2}}"), ("text", " \\boxed{ "), ("boxed", "\\boxed{3}")],
     ),
     "a box in the tool's output is the tool's": (
-        "<code>p</code><interpreter>\\boxed{9}</interpreter>",
+        [("model", "<code>p</code>"), ("tool", "<interpreter>\\boxed{9}</interpreter>")],
         [("code", "p"), ("tool", "\\boxed{9}")],
     ),
-    "no answer at all": ("", []),
-}
+    "no answer at all": ([], []),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_split_rollout(case):
-    output, expected = CASES[case]
-    assert [tuple(segment) for segment in split_rollout(output)] == expected
+    turns, expected = CASES[case]
+    assert [tuple(segment) for segment in split_rollout(turns)] == expected
 
 
 def sample(problem, *, acc=1.0, calls=1, errors=0, source="tiny_tools", failed=False, session=0):
     return Sample(
         uid=f"{problem}_{session}_0",
-        input=f"user\n{problem}\nassistant\n",
-        output=f"about {problem}, {acc}, {calls}, {errors}",
-        gts="7",
+        prompt=f"user\n{problem}\nassistant\n",
+        turns=(("model", f"about {problem}, {acc}, {calls}, {errors}"),),
+        ground_truth="7",
         pred="7",
         data_source=source,
-        finish_reason="answer",
+        end_reason="sandbox_failure" if failed else "answer",
         acc=acc,
         score=2 * acc - 1,
         tool_calls=calls,
         tool_errors=errors,
         tool_timeouts=0,
-        model_turns=1,
         response_tokens=9,
-        truncated=0,
-        unverified=0,
-        sandbox_failure=float(failed),
     )
 
 
@@ -92,7 +106,7 @@ def sides():
 def test_a_response_that_repeats_itself_is_split_in_time(text):
     """Quadratic time would take minutes."""
     began = time.process_time()
-    split_rollout(text)
+    split_rollout([("model", text), ("tool", text)])
     assert time.process_time() - began < 5
 
 
@@ -133,9 +147,7 @@ def test_a_sample_that_infrastructure_failed_is_shown_as_not_judged():
 
 
 def test_training_rollouts_are_shown_in_order_of_steps():
-    rows = [
-        {"input": f"q{i}", "output": "a", "gts": "7", "score": 1.0, "step": step} for step in (40, 1) for i in range(8)
-    ]
+    rows = [(step, sample(f"q{i}")) for step in (40, 1) for i in range(8)]
     picks = pick_training_rollouts(rows)
     assert len(picks) == 10
     assert [pick.where for pick in picks] == sorted((pick.where for pick in picks), key=lambda w: int(w.split()[-1]))

@@ -4,7 +4,7 @@ import pytest
 
 from verl_ext.evaluation.figures import compare, evaluate, to_json
 from verl_ext.evaluation.samples import Sample
-from verl_ext.report.run_record import RunRecord
+from verl_ext.report.contents import RunContents
 from verl_ext.report.verdict import changes, judge
 from verl_ext.runs.metrics import Metrics
 
@@ -23,15 +23,14 @@ def figures(sources, k=1, **values):
 
 def a_sample(problem, calls=0, errors=0):
     """A judged, right sample."""
-    texts = {"input": problem, "output": "", "gts": "1", "pred": "1", "data_source": "d", "finish_reason": "answer"}
-    counts = {"tool_calls": calls, "tool_errors": errors, "tool_timeouts": 0, "model_turns": 1, "response_tokens": 3}
-    failures = {"truncated": 0, "unverified": 0, "sandbox_failure": 0}
-    return Sample(uid=f"{problem}_0_0", acc=1.0, score=1.0, **texts, **counts, **failures)
+    texts = {"prompt": problem, "ground_truth": "1", "pred": "1", "data_source": "d", "end_reason": "answer"}
+    counts = {"tool_calls": calls, "tool_errors": errors, "tool_timeouts": 0, "response_tokens": 3}
+    return Sample(uid=f"{problem}_0_0", turns=(("model", ""),), acc=1.0, score=1.0, **texts, **counts)
 
 
 def a_run(kind="quickstart", sft=None, rl=None, sides=("before RL", "after RL")):
     empty = Metrics({}, set())
-    return RunRecord(None, kind, sft or empty, rl or empty, [], [], sides, [], None, [], {})
+    return RunContents(None, kind, sft or empty, rl or empty, [], [], sides, [], None, [], {})
 
 
 def two_sources(before, after, difference, ood=(0.0, 0.0, 0.0), k=1):

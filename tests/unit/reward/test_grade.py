@@ -17,7 +17,7 @@ ROWS = [
     {"response": r"\boxed{42}", "ground_truth": "42", "id": 1},
     {"messages": [{"role": "assistant", "content": None}, {"role": "tool", "content": r"\boxed{1}"},
                   {"role": "assistant", "content": r"\boxed{2}"}], "ground_truth": "1"},
-    {"input": "1/2?", "output": r"\boxed{0.5}", "gts": "1/2", "score": -1.0, "acc": 0.0, "verdict": "wrong", "step": 3},
+    {"prompt": "1/2?", "response": r"\boxed{0.5}", "ground_truth": "1/2", "score": -1.0, "acc": 0.0, "verdict": "no"},
     {"response": "no box", "ground_truth": "42"},
     {"response": r"\boxed{0.5}", "ground_truth": "1/2", "data_source": "exact"},
 ]  # fmt: skip
@@ -45,7 +45,7 @@ def test_command_grades_rows_of_every_form(tmp_path):
     assert [row["verdict"] for row in graded] == ["correct", "wrong", "correct", "no_answer", "wrong"]
     assert [row["acc"] for row in graded] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert graded[0] == ROWS[0] | {"acc": 1.0, "pred": "42", "verdict": "correct", "method": "integer"}
-    assert graded[2]["recorded"] == {"score": -1.0, "acc": 0.0, "verdict": "wrong"}
+    assert graded[2]["recorded"] == {"score": -1.0, "acc": 0.0, "verdict": "no"}
     assert "5 rows, mean acc 0.4000: 2 correct, 2 wrong, 1 no_answer" in result.stdout
     assert "recorded wrong, now correct: 1" in result.stdout
     assert "5 rows graded" in result.stderr and "Warning" not in result.stderr
@@ -237,13 +237,19 @@ def test_math_verify_is_called_as_its_users_do():
     assert judge_by_math_verify(r"so \boxed{3}", "0.5", "3") is False
 
 
-def test_folder_of_dumps_is_read_in_the_order_of_its_steps(tmp_path):
+def test_files_of_a_folder_are_read_in_the_order_of_their_numbers(tmp_path):
     for step in (10, 2, 0):
         (tmp_path / f"{step}.jsonl").touch()
     assert [path.name for path in find_files([tmp_path])] == ["0.jsonl", "2.jsonl", "10.jsonl"]
     with pytest.raises(ValueError, match="has neither .jsonl files nor a run"):
         (tmp_path / "empty").mkdir()
         find_files([tmp_path / "empty"])
+
+
+def test_a_row_of_verls_dumps_is_an_error_that_says_what_reads_them(tmp_path, capsys):
+    dump = write(tmp_path / "0.jsonl", [{"input": "1/2?", "output": r"\boxed{0.5}", "gts": "1/2", "score": -1.0}])
+    assert grade(dump, tmp_path / "graded.jsonl") == 1
+    assert "`python -m verl_ext.records import` makes records of verl's dumps" in capsys.readouterr().err
 
 
 def touch(folder, *names):
@@ -254,20 +260,18 @@ def touch(folder, *names):
 
 def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
     """Never its metrics, which are JSON lines in the same folder."""
-    run = tmp_path / "quickstart/rl"
-    touch(run, "metrics-1.jsonl", "global_step_2/actor/x", "rollouts/1.jsonl")
-    assert find_files([run]) == find_files([run.parent]) == [run / "rollouts/1.jsonl"]
-    touch(run.parent, "stages.json", "eval/after/samples.jsonl", "eval/before/samples.jsonl")
-    sides = [run.parent / "eval" / side / "samples.jsonl" for side in ("before", "after")]
-    assert find_files([run.parent]) == sides and find_files([run]) == [run / "rollouts/1.jsonl"]
-    touch(run, "evaluation/global_step_2/samples.jsonl")
-    assert find_files([run.parent]) == [run / "evaluation/global_step_2/samples.jsonl"]
-    touch(run, "validation/10.jsonl", "validation/2.jsonl")
-    expected = [run / "validation/2.jsonl", run / "validation/10.jsonl"]
-    assert find_files([run.parent]) == find_files([run]) == find_files([run / "validation"]) == expected
-    touch(run, "records/trajectories/step_000002.parquet", "records/trajectories/val_000002.parquet")
-    assert find_files([run.parent]) == find_files([run]) == [run / "records/trajectories/val_000002.parquet"]
-    assert find_files([run / "validation"]) == expected
+    run, records = tmp_path / "quickstart/rl", "records/trajectories"
+    touch(run, "metrics-1.jsonl", "global_step_2/actor/x", f"{records}/step_000002.parquet")
+    assert find_files([run]) == find_files([run.parent]) == [run / records / "step_000002.parquet"]
+    touch(run, f"evaluation/global_step_2/{records}/val_000002.parquet")
+    evaluated = [run / "evaluation/global_step_2" / records / "val_000002.parquet"]
+    assert find_files([run.parent]) == find_files([run]) == find_files(evaluated) == evaluated
+    touch(run, f"{records}/val_000010.parquet", f"{records}/val_000002.parquet", f"{records}/light_000001.parquet")
+    validated = [run / records / "val_000002.parquet", run / records / "val_000010.parquet"]
+    assert find_files([run.parent]) == find_files([run]) == validated
+    sides = [run.parent / "eval" / side / records / "val_000000.parquet" for side in ("before", "after")]
+    touch(run.parent, *(str(side.relative_to(run.parent)) for side in sides))
+    assert find_files([run.parent]) == sides and find_files([run]) == validated
 
 
 def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
@@ -279,7 +283,9 @@ def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
     ]
     row = {"uid": "u", "session": 1, "step": 3, "turns": turns, "ground_truth": "42", "acc": 0.0}
     raised = {"uid": "u", "session": 0, "end_reason": "raised"}
-    store.write(store.path_of(run, "trajectories", 3), "trajectories", [raised, row | {"verdict": {"text": "wrong"}}])
+    refused = {"uid": "u", "session": 2, "end_reason": "aborted", "turns": [], "ground_truth": "42"}
+    rows = [raised, refused, row | {"verdict": {"text": "wrong"}}]
+    store.write(store.path_of(run, "trajectories", 3), "trajectories", rows)
     assert grade(run, output) == 0
     (graded,) = read(output)
     assert (graded["verdict"], graded["pred"], graded["uid"], graded["session"]) == ("correct", "42", "u", 1)

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.runs.folder import NoRun, dumps_of, find_run, sample_files, short_names, training_folder
+from verl_ext.runs.folder import NoRun, find_run, judged_files, short_names, training_folder
 
-RL_CONFIG = "actor_rollout_ref: {model: {path: m}}\ntrainer: {validation_data_dir: /made/elsewhere/checks}\n"
+RL_CONFIG = "actor_rollout_ref: {model: {path: m}}\ntrainer: {default_local_dir: outputs/tiny_dapo}\n"
 SFT_CONFIG = "model: {path: m}\ntrainer: {default_local_dir: outputs/tiny_sft}\n"
 
 
@@ -28,13 +28,14 @@ def logged(*keys: str) -> str:
         ({"metrics-1.jsonl": logged("train/loss")}, "sft"),
         ({"global_step_5/actor/model.pt": ""}, "rl"),
         ({"global_step_5/model.pt": ""}, "sft"),
-        ({"validation/5.jsonl": ""}, "rl"),
-        ({"samples.jsonl": ""}, "evaluation"),
-        ({"0.jsonl": "", "5.jsonl": ""}, "evaluation"),
+        ({"records/trajectories/step_000001.parquet": ""}, "rl"),
+        ({"records/trajectories/val_000005.parquet": ""}, "rl"),
+        ({"settings.json": "{}", "records/trajectories/val_000000.parquet": ""}, "evaluation"),
+        ({"settings.json": "{}", "records/waiting/000000.parquet": ""}, "evaluation"),
         ({"stages.json": "[]"}, "quickstart"),
         ({"sft/metrics-1.jsonl": logged("train/loss")}, "quickstart"),
         ({"rl/hydra/config.yaml": RL_CONFIG}, "quickstart"),
-        ({"eval/before/0.jsonl": ""}, "quickstart"),
+        ({"eval/before/records/trajectories/val_000000.parquet": ""}, "quickstart"),
     ],
 )
 def test_a_run_is_known_by_what_its_launcher_leaves(tmp_path, files, kind):
@@ -52,7 +53,7 @@ def test_a_folder_that_is_not_a_run_says_what_was_expected_and_which_runs_are_in
     for part in (
         "it holds mine, notes.txt",
         "metrics-*.jsonl",
-        "samples.jsonl",
+        "settings.json",
         "stages.json",
         f"{tmp_path}/outputs/mine",
     ):
@@ -77,14 +78,6 @@ def test_a_command_for_one_kind_of_run_finds_it_in_the_quickstarts_folder(tmp_pa
         training_folder(tmp_path / "rl", "sft")
 
 
-def test_dumps_are_found_below_a_run_that_was_copied_from_where_it_was_made(tmp_path):
-    put(tmp_path / "hydra" / "config.yaml", RL_CONFIG)
-    for name in ("10", "9", "notes"):
-        put(tmp_path / "checks" / f"{name}.jsonl")
-    assert [path.name for path in dumps_of(tmp_path, "validation_data_dir", "validation")] == ["9.jsonl", "10.jsonl"]
-    assert dumps_of(tmp_path, "rollout_data_dir", "rollouts") == []
-
-
 def test_names_are_as_long_as_they_must_be(tmp_path):
     assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert short_names([tmp_path / "a" / "rl", tmp_path / "b" / "rl"]) == ["a/rl", "b/rl"]
@@ -92,29 +85,28 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
         short_names([tmp_path / "a", tmp_path / "b" / ".." / "a"])
 
 
-def test_dumps_in_the_folder_where_a_command_runs_belong_to_no_run(tmp_path, monkeypatch):
-    put(tmp_path / "validation" / "5.jsonl")
-    monkeypatch.chdir(tmp_path)
-    assert dumps_of(tmp_path / "run", "validation_data_dir", "validation") == []
+def recorded(run: Path, *names: str) -> list[Path]:
+    return [put(run / "records" / "trajectories" / f"{name}.parquet") for name in names]
 
 
-def test_validations_are_those_of_the_records_unless_some_are_light(tmp_path):
-    """A light validation is in the records as a whole one is; its dumps have a separate folder."""
-    dump = put(tmp_path / "validation" / "5.jsonl")
-    recorded = put(tmp_path / "records" / "trajectories" / "val_000005.parquet")
-    put(tmp_path / "records" / "trajectories" / "step_000005.parquet")
-    assert sample_files(tmp_path) == [recorded]
-    put(tmp_path / "hydra" / "config.yaml", RL_CONFIG + "retool: {light_validation: {enable: true}}\n")
-    assert sample_files(tmp_path) == [dump]
-    dump.unlink()
-    assert sample_files(tmp_path) == [recorded]
+def test_judged_files_are_whole_validations_by_step_else_the_evaluations_of_checkpoints(tmp_path):
+    recorded(tmp_path, "step_000005", "light_000003", "light_000005")
+    assert judged_files(tmp_path) == []
+    evaluations = tmp_path / "evaluation"
+    evaluated = [
+        *recorded(evaluations / "global_step_9", "val_000009"),
+        *recorded(evaluations / "global_step_10", "val_000010"),
+    ]
+    recorded(evaluations / "mine", "val_000000")
+    assert judged_files(tmp_path) == evaluated
+    validated = recorded(tmp_path, "val_000005", "val_000010", "val_1000000")
+    assert judged_files(tmp_path) == validated
 
 
-def test_validations_are_the_dumps_if_the_recorder_has_removed_the_first(tmp_path):
-    dumps = [put(tmp_path / "validation" / f"{step}.jsonl") for step in (0, 5)]
-    recorded = [put(tmp_path / "records" / "trajectories" / f"val_{step:06d}.parquet") for step in (0, 5)]
-    assert sample_files(tmp_path) == recorded
-    recorded[0].unlink()
-    assert sample_files(tmp_path) == dumps
-    dumps[1].unlink()  # those of another start, perhaps
-    assert sample_files(tmp_path) == recorded[1:]
+def test_judged_files_of_the_quickstart_are_its_two_evaluations_else_those_of_its_run(tmp_path):
+    (validated,) = recorded(tmp_path / "rl", "val_000005")
+    assert judged_files(tmp_path) == [validated]
+    after = recorded(tmp_path / "eval" / "after", "val_000000")
+    assert judged_files(tmp_path) == after
+    before = recorded(tmp_path / "eval" / "before", "val_000000")
+    assert judged_files(tmp_path) == [*before, *after]

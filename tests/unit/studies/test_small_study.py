@@ -1,23 +1,23 @@
 """`scripts/studies/small_study.py` distinguishes kinds of errors by rules."""
 
-import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.evaluation.rows import evaluation
+from tests.unit.evaluation.rows import evaluation, response, write
 from tests.unit.evaluation.rows import row as evaluated_row
 from verl_ext.evaluation.result import make_result, write_result
-from verl_ext.evaluation.samples import read_dump
+from verl_ext.evaluation.samples import read_samples
 
 REPO = Path(__file__).resolve().parents[3]
 PROMPT = "user\nPut the answer in \\boxed{}.\n\nAnn has 12 pens and buys 3 bags of 5.\nassistant\n"
-BASE = {"input": PROMPT, "gts": "27", "verdict": "different", "method": "integer", "finish_reason": "answer"}
-BASE |= {"data_source": "word_problems", "id": "rate-7", "score": -1.0, "acc": 0.0, "tool_calls": 1.0}
-BASE |= dict.fromkeys(("tool_errors", "tool_timeouts", "truncated", "unverified", "sandbox_failure"), 0.0)
-BASE |= {"model_turns": 2.0, "response_tokens": 30.0}
+
+
+def asked(case: dict, number: int = 0, **columns) -> dict:
+    own = {"domain": "word_problems", "id": "rate-7", "problem": None, "prompt": PROMPT, "ground_truth": "27"}
+    return evaluated_row("", number, 0) | own | case | columns
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +27,28 @@ def study():
     return small_study
 
 
-def response(code: str, output: str, answer: str) -> dict:
-    text = f"<code>\n{code}\n</code>\n<interpreter>\n{output}\n</interpreter>\nThe answer is \\boxed{{{answer}}}."
-    return {"output": text, "pred": answer}
+def program(code: str, output: str, answer: str) -> dict:
+    end = f"The answer is \\boxed{{{answer}}}." if answer else ""
+    return response(f"<code>\n{code}\n</code>\n<interpreter>\n{output}\n</interpreter>\n{end}", answer)
 
 
+FAILED = [{"turn": 0, "status": "SyntaxError", "fault": "model", "attempts": 1}]
 CASES = {
-    "right": response("print(12 + 3 * 5)", "27", "27") | {"acc": 1.0},
-    "no answer": {"output": "<code>\nprint(12)\n</code>\n<interpreter>\n12\n</interpreter>\n", "pred": ""},
-    "its last program failed": response("print(12 +)", "SyntaxError: invalid syntax", "12") | {"tool_errors": 1.0},
-    "no program: the right calculation, a wrong result": {"output": "12 + 3 * 5 = 29\nThe answer is 29.", "pred": "29"},
-    "the answer is not what the program printed": response("print(12 * 3)", "36", "63"),
-    "a number of its program is not in the problem": response("print(12 + 7)", "19", "19"),
-    "numbers of the problem, another formula": response("print(12 + 3 + 5)", "20", "20"),
+    "right": program("print(12 + 3 * 5)", "27", "27") | {"acc": 1.0},
+    "no answer": program("print(12)", "12", ""),
+    "its last program failed": program("print(12 +)", "SyntaxError: invalid syntax", "12") | {"calls": FAILED},
+    "no program: the right calculation, a wrong result": response("12 + 3 * 5 = 29\nThe answer is 29.", "29"),
+    "the answer is not what the program printed": program("print(12 * 3)", "36", "63"),
+    "a number of its program is not in the problem": program("print(12 + 7)", "19", "19"),
+    "numbers of the problem, another formula": program("print(12 + 3 + 5)", "20", "20"),
 }
 
 
 def test_each_kind_of_error_is_told_by_its_rule(study, tmp_path):
-    rows = [BASE | case | {"uid": f"u{i}_0_0"} for i, case in enumerate(CASES.values())]
+    rows = [asked(case, number) for number, case in enumerate(CASES.values())]
     for when in ("before", "after"):
-        folder = tmp_path / "run" / "eval" / when
-        folder.mkdir(parents=True)
-        (folder / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [study.kind_of(sample) for sample in read_dump(folder / "0.jsonl")] == [*CASES] == [*study.ERRORS]
+        file = write(tmp_path / "run" / "eval" / when, rows)
+    assert [study.kind_of(sample) for sample in read_samples(file)] == [*CASES] == [*study.ERRORS]
     found = study.study_of(tmp_path / "run", problems=0)  # no seed: it is not evaluated again
     table = study.error_table({"control": found})
     assert table[0][1] == "control" and {row[1] for row in table[1:]} == {"14.3% -> 14.3%"}
@@ -76,13 +75,12 @@ def test_the_table_of_curves_has_a_mean_of_each_six_steps(study):
 
 
 def test_a_number_printed_with_a_point_is_the_same_number(study, tmp_path):
-    path = tmp_path / "0.jsonl"
-    path.write_text(json.dumps(BASE | response("print(12 * 3 / 5)", "7.20", "7.2") | {"uid": "u_0_0"}) + "\n")
-    assert study.kind_of(read_dump(path)[0]) == "numbers of the problem, another formula"
+    path = write(tmp_path, [asked(program("print(12 * 3 / 5)", "7.20", "7.2"))])
+    assert study.kind_of(read_samples(path)[0]) == "numbers of the problem, another formula"
 
 
 def word_problem(number: int, acc: int, **changes) -> dict:
-    return evaluated_row("Ann has 12 pens.", number, acc, data_source="word_problems") | changes
+    return evaluated_row("Ann has 12 pens.", number, acc, domain="word_problems") | changes
 
 
 @pytest.fixture
@@ -125,12 +123,8 @@ def test_one_sample_in_a_hundred_may_stay_without_a_judgment(study, evaluate, tm
 
 def test_examples_pass_over_problems_that_one_side_has_no_judged_sample_of(study, tmp_path):
     right, wrong = CASES["right"], CASES["numbers of the problem, another formula"]
-    sides = {"before": [BASE | wrong, BASE | wrong | {"input": "b"}]}
-    sides["after"] = [BASE | right, BASE | right | {"input": "c"}]
-    for when, rows in sides.items():
-        (tmp_path / "eval" / when).mkdir(parents=True)
-        lines = [json.dumps(row | {"uid": f"u{i}_0_0"}) for i, row in enumerate(rows)]
-        (tmp_path / "eval" / when / "0.jsonl").write_text("\n".join(lines) + "\n")
+    write(tmp_path / "eval" / "before", [asked(wrong), asked(wrong, 1, prompt="b")])
+    write(tmp_path / "eval" / "after", [asked(right), asked(right, 1, prompt="c")])
     assert study.examples(tmp_path).startswith("Ann has 12 pens and buys 3 bags of 5.\n(numbers of the problem")
 
 

@@ -326,9 +326,9 @@ def test_what_a_step_that_raised_had_reported_is_written_at_the_close(make, monk
 
 def test_a_validation_is_recognized_by_its_prompts(make):
     records, handle, _, _ = make(0.0)
-    records.on_validated(Validated(8, {}, frozenset("v")))
+    records.on_validated(Validated(8, {}, frozenset("v"), is_light=True))
     ((fates, _),) = handle.of("end_step")
-    assert (fates.step, fates.validate, fates.ends) == (8, True, {"v": None})
+    assert (fates.step, fates.validate, fates.light, fates.ends) == (8, True, True, {"v": None})
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """The same problem over time and between runs: figures as `python -m verl_ext.evaluation` has them."""
 
-import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from starlette.testclient import TestClient
@@ -11,7 +9,7 @@ from starlette.testclient import TestClient
 from tests.unit.view.synthetic import write_run
 from verl_ext.evaluation import figures
 from verl_ext.evaluation.estimators import paired_test
-from verl_ext.evaluation.samples import read_dump
+from verl_ext.evaluation.samples import read_samples
 from verl_ext.records import store
 from verl_ext.view import problems
 from verl_ext.view.data import Run
@@ -39,16 +37,13 @@ def test_first_against_last_draw_is_tested_as_an_evaluation_tests_it(run_folder:
     assert overall[5] == f"{test.p_sign_test:.3g}"
 
 
-def test_problems_of_one_template_are_compared_as_an_evaluation_compares_them(run_folder: Path, tmp_path: Path) -> None:
-    """Two problems share an id: they are two pairs, and one unit of the intervals. `evaluate` has their texts."""
+def test_problems_of_one_template_are_compared_as_an_evaluation_compares_them(run_folder: Path) -> None:
+    """Two problems share an id: they are two pairs, and one unit of the intervals."""
     sides = []
     for step in (1, 4):
         path = store.path_of(run_folder, "trajectories", step)
         store.rewrite(path, lambda rows: [row | {"id": "template" if row["index"] < 2 else row["id"]} for row in rows])
-        dump = tmp_path / f"{step}.jsonl"
-        lines = [dump_row(row) for row in store.read(path).to_pylist()]
-        dump.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        sides.append(read_dump(dump))
+        sides.append(read_samples(path))
     expected = figures.comparison_tables(
         *(figures.evaluate(side, draws=problems.DRAWS) for side in sides), figures.compare(*sides, draws=problems.DRAWS)
     )
@@ -69,20 +64,6 @@ def test_a_problem_that_was_drawn_once_has_no_last_draw(client: TestClient, run_
         store.path_of(run_folder, "trajectories", step).unlink()
     answer = client.get("/problems?a=0:first&b=0:last")
     assert answer.status_code == 404 and "drew no problem in two steps" in answer.text
-
-
-def dump_row(row: dict[str, Any]) -> dict[str, Any]:
-    """What `evaluate` writes of a response: pairs are found by the problem's text."""
-    calls = [call for call in row["calls"] if call["attempts"] is not None]
-    return {
-        "uid": f"{row['uid']}_{row['session']}_0", "input": row["prompt"], "problem": row["prompt"], "id": row["id"],
-        "output": "", "gts": row["ground_truth"], "pred": row["verdict"]["extracted"], "data_source": row["domain"],
-        "finish_reason": row["end_reason"], "acc": row["acc"], "score": row["score"] or 0.0, "tool_calls": len(calls),
-        "tool_errors": len([call for call in calls if call["fault"] == "model"]), "tool_timeouts": 0,
-        "model_turns": len([turn for turn in row["turns"] if turn["role"] == "model"]),
-        "response_tokens": row["model_tokens"], "truncated": 0, "unverified": row["acc"] is None,
-        "sandbox_failure": row["end_reason"] == "sandbox_failure",
-    }  # fmt: skip
 
 
 def test_a_sample_that_was_not_judged_is_in_no_accuracy(run_folder: Path) -> None:

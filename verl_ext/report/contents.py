@@ -1,29 +1,28 @@
 """Read what a run left in its folder: metrics, samples, stage times, configs. Nothing is written.
 
-An RL or SFT run has metrics*.jsonl, hydra/config.yaml, dumps of rollouts and validations, and
-`evaluation/`; the quickstart's folder has both runs in `rl/` and `sft/`, next to `eval/{before,after}/<step>.jsonl` and
-`stages.json`; an evaluation has its samples. Each may be missing. runs/folder.py says which kind a folder is.
+An RL or SFT run has metrics*.jsonl, hydra/config.yaml, records of rollouts and validations, and `evaluation/`; the
+quickstart's folder has both runs in `rl/` and `sft/`, next to the evaluations `eval/{before,after}` and `stages.json`;
+an evaluation has its records. Each may be missing. runs/folder.py says which kind a folder is.
 """
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from verl_ext.evaluation.samples import Sample, plain, read_dump
+from verl_ext.evaluation.samples import NAMES, Sample, read_samples, sample_of
 from verl_ext.records import store
-from verl_ext.runs import jsonl, parquet
-from verl_ext.runs.folder import SAMPLES, STAGES, find_run, rollouts_of, sample_files, step_dumps, step_of
+from verl_ext.runs import parquet
+from verl_ext.runs.folder import SIDES, STAGES, file_of, find_run, judged_files
 from verl_ext.runs.metrics import Metrics, read_metrics, start_up
 
 logger = logging.getLogger(__name__)
 
 
-class RunRecord(NamedTuple):
+class RunContents(NamedTuple):
     """Everything found in a run's folder; a field is empty if its part is missing.
 
     `before` and `after` are the two sides of an evaluation, and `sides` their names: before and after RL in the
@@ -38,13 +37,13 @@ class RunRecord(NamedTuple):
     before: list[Sample]
     after: list[Sample]
     sides: tuple[str, str]
-    training_rollouts: list[dict[str, Any]]  # of the first and last step dumped; else of the records'
+    training_rollouts: list[tuple[int, Sample]]  # of the first and last step recorded, with the step
     start_up: dict[str, float] | None  # seconds of the phases before the first RL step, and of that step
     stages: list[dict[str, Any]]  # entries of stages.json: stage, status, wall_s, peak_gb, ...
     configs: dict[str, str]  # "SFT" | "RL" -> YAML text
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RunContents:
     """Read the folder of an SFT or RL run, of an evaluation, or of the quickstart.
 
     Raises:
@@ -54,67 +53,52 @@ def read_run(folder: Path) -> RunRecord:
     kind = find_run(folder).kind
     parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
     sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
-    dumps, sides = _evaluation_files(folder, kind)
-    dumped = rollouts_of(rl) if rl else []
-    rollouts = _recorded_rollouts(rl) if rl else []
-    rollouts = rollouts or [row for path in dict.fromkeys(dumped[:1] + dumped[-1:]) for row in jsonl.read(path)]
+    (before, after), sides = _evaluations(folder, kind)
     configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
-    return RunRecord(
+    return RunContents(
         folder=folder,
         kind=kind,
         sft=read_metrics(list(sft.glob("metrics*.jsonl")) if sft else []),
         rl=read_metrics(list(rl.glob("metrics*.jsonl")) if rl else []),
-        before=read_dump(dumps[0]) if dumps[0] else [],
-        after=read_dump(dumps[1]) if dumps[1] else [],
+        before=read_samples(before) if before else [],
+        after=read_samples(after) if after else [],
         sides=sides,
-        training_rollouts=rollouts,
+        training_rollouts=_training_rollouts(rl) if rl else [],
         start_up=start_up(rl) if rl else None,
         stages=_read_stages(folder / STAGES),
         configs={name: path.read_text(encoding="utf-8") for name, path in configs.items() if path.is_file()},
     )
 
 
-def _evaluation_files(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | None], tuple[str, str]]:
+def _evaluations(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | None], tuple[str, str]]:
     """Return (files of samples before and after, names of the two sides)."""
     if kind == "quickstart":
-        before, after = (step_dumps(folder / "eval" / side)[-1:] or [None] for side in ("before", "after"))
-        return (before[0], after[0]), ("before RL", "after RL")
-    files = sample_files(folder)
-    names = [_evaluation_name(file, folder) for file in files]
+        before, after = ((judged_files(folder / side) or [None])[-1] for side in SIDES)
+        return (before, after), ("before RL", "after RL")
+    files = judged_files(folder)
+    names = ["in this evaluation" if kind == "evaluation" else f"step {file_of(file).step}" for file in files]
     if len(files) < 2:
         return (None, files[0] if files else None), ("", names[0] if names else "")
     return (files[0], files[-1]), (names[0], names[-1])
 
 
-def _evaluation_name(file: Path, folder: Path) -> str:
-    if file == folder / SAMPLES:
-        return "in this evaluation"
-    number = re.search(r"\d+$", file.stem)
-    return f"step {int(number[0]) if number else step_of(file.parent)}"
-
-
-def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
-    """Return scored training rollouts of the first and last recorded step, with the keys of verl's rollout dumps."""
+def _training_rollouts(run: Path) -> list[tuple[int, Sample]]:
+    """Return the scored training rollouts of the first and last recorded step, with the step of each."""
     files = [file for file in store.files_of(run) if not file.validate]
     found = [table for files in (files, files[::-1]) if (table := _first_readable(files)) is not None]
     if len(found) == 2 and found[0].equals(found[1]):  # the records have only one step
         del found[1]
-    return [_dump_row(row) for table in found for row in table.to_pylist() if row["score"] is not None]
+    rows = [row for table in found for row in table.to_pylist() if row["score"] is not None]
+    return [(row["step"], sample_of(row)) for row in rows]
 
 
 def _first_readable(files: Sequence[store.RecordFile]) -> pa.Table | None:
     for file in files:
         try:
-            return store.read(file.path, ("step", "prompt", "turns", "ground_truth", "score"))
+            return store.read(file.path, ("step", "turns", *NAMES))
         except (FileNotFoundError, parquet.Unreadable) as error:
             logger.warning("%s Another step's rollouts are shown.", error)
     return None
-
-
-def _dump_row(row: dict[str, Any]) -> dict[str, Any]:
-    texts = {"input": row["prompt"] or "", "output": "".join(turn["text"] for turn in row["turns"] or ())}
-    columns = {"step": row["step"], "gts": row["ground_truth"], "score": row["score"]}
-    return columns | {name: plain(text) for name, text in texts.items()}
 
 
 def _read_stages(path: Path) -> list[dict[str, Any]]:
