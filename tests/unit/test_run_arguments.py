@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.studies.compare_with_published import main as compare_with_published
+from tests.unit.evaluation.rows import row, write
 from tests.unit.evaluation.test_checkpoint import make_step, note
-from tests.unit.evaluation.test_pass_rates import prompt, sample_row, write_dump
 from verl_ext.checkpoints.__main__ import main as checkpoints
 from verl_ext.checkpoints.manifest import vouch
 from verl_ext.evaluation.__main__ import main as evaluate
@@ -40,9 +40,8 @@ def quickstart(tmp_path_factory):
         (folder / name / "hydra").mkdir()
         config = {"actor_rollout_ref": {}} if name == "rl" else {"model": {}}
         (folder / name / "hydra" / "config.yaml").write_text(json.dumps(config))
-    (folder / "rl" / "validation").mkdir()
-    write_dump(folder / "rl" / "validation" / "0.jsonl", [sample_row("a", 0, data_source="mine")])
-    write_dump(folder / "rl" / "validation" / "5.jsonl", [sample_row("a", 1, data_source="mine")])
+    for step, acc in ((0, 0), (5, 1)):
+        write(folder / "rl", [row("a", 0, acc)], step=step)
     return folder
 
 
@@ -62,7 +61,7 @@ def run_samples(run, tools):
 
 
 def run_compare(run, tools):
-    other = write_dump(tools.tmp / "other.jsonl", [sample_row("a", 0, data_source="mine")])
+    other = write(tools.tmp / "other", [row("a", 0, 0)])
     evaluate(["--samples", str(other), "--compare", str(run), "--draws", "10"])
     return tools.printed()
 
@@ -92,20 +91,20 @@ def run_filter_by_pass_rate(run, tools):
     import pandas as pd
 
     data, out = tools.tmp / "data.parquet", tools.tmp / "out.parquet"
-    pd.DataFrame([{"prompt": prompt("a"), "extra_info": {"id": "a"}}]).to_parquet(data)
-    tools.script("filter_by_pass_rate", "--data", str(data), "--out", str(out), "--dumps", str(run))
+    pd.DataFrame([{"prompt": [{"role": "user", "content": "a"}], "extra_info": {"index": 0}}]).to_parquet(data)
+    tools.script("filter_by_pass_rate", "--data", str(data), "--out", str(out), "--runs", str(run))
     return tools.printed()
 
 
 COMMANDS = {  # command -> what it says of the RL run
     run_report: "RL step 5",
     run_checkpoints: "GB  complete",
-    run_samples: "# {rl}/validation/5.jsonl",
-    run_compare: "## Compared with {rl}/validation/5.jsonl",
+    run_samples: "# {rl}/records/trajectories/val_000005.parquet",
+    run_compare: "## Compared with {rl}/records/trajectories/val_000005.parquet",
     run_merge_and_eval: "{rl}/global_step_5/actor",
     run_compare_metrics: "equal: 1 steps, 2 values",
     run_compare_with_published: "0.25",
-    run_filter_by_pass_rate: "2 samples (validation dumps) of {rl}/validation",
+    run_filter_by_pass_rate: "2 samples of {rl}/records/trajectories (2 files)",
 }
 
 
