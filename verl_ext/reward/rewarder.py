@@ -86,9 +86,8 @@ class Rewarder:
         parts = dict.fromkeys(("reward_base", "reward_overlong", "reward_length", "reward_tool_bonus"), 0.0)
         parts["reward_base"] = 2.0 * train_acc - 1.0
         if not infrastructure_failed:
-            parts |= self._shape(num_model_tokens if options.overlong_counts == "model" else len(token_ids))
-            if options.tool_bonus and train_acc == 0.0:
-                parts["reward_tool_bonus"] = tool_bonus(torch.tensor([use.calls])).item()
+            length = num_model_tokens if options.overlong_counts == "model" else len(token_ids)
+            parts |= self._shape(length, calls=0 if train_acc else use.calls)
         reward = sum(parts.values())
         if options.reward_floor is not None:
             reward = max(reward, options.reward_floor)
@@ -170,14 +169,16 @@ class Rewarder:
                 line = jsonl.dumps(row | {"pred": score.pred, "method": score.method}, default=str)
                 file.write(f"{line}\n".encode())
 
-    def _shape(self, num_tokens: int) -> dict[str, float]:
-        """Return the length penalties that are configured."""
+    def _shape(self, num_tokens: int, *, calls: int) -> dict[str, float]:
+        """Return the length penalties and the bonus that are configured; `calls`: those that a bonus rewards."""
         options, length, parts = self.options, torch.tensor([num_tokens]), {}
         if options.overlong_buffer is not None:
             penalty = overlong_penalty(length, max_length=options.max_resp_len, buffer=options.overlong_buffer)
             parts["reward_overlong"] = options.overlong_factor * penalty.item()
         if options.length_penalty:
             parts["reward_length"] = piecewise_length_penalty(length, options.length_penalty).item()
+        if options.tool_bonus:
+            parts["reward_tool_bonus"] = tool_bonus(torch.tensor([calls])).item()
         return parts
 
     def _draw(self, sample: Mapping[str, Any], token_ids: list[int]) -> float:
