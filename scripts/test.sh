@@ -51,6 +51,7 @@ chmod 711 "$TMPDIR" # run as root, the sandbox runs programs below it as another
 export TMPDIR
 # Every process that a test starts inherits this, so that one that outlives the tests is recognised and ended.
 export RETOOL_TEST_RUN=$TMPDIR
+unset PYTHONDONTWRITEBYTECODE # else each of hundreds of processes compiles our modules, and pytest all tests
 export HF_HUB_OFFLINE=1 WANDB_MODE=disabled RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 
 survivors() { # pids of processes that carry our mark, without this shell and its children

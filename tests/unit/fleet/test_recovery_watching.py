@@ -3,14 +3,12 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.fleet.fleet_scene import Replica, Scene
 from tests.unit.fleet.remote import Remote
 from verl_ext.ledger.servers import read_servers
-from verl_ext.trainer.queue import check_while_waiting
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
 
@@ -38,13 +36,12 @@ def test_a_fault_of_the_watching_itself_reaches_the_trainer(unwatched):
 
 
 def test_a_fault_of_the_watching_ends_the_wait_for_rollouts(unwatched):
-    """No rollout comes: a server hangs that nobody declares dead."""
-    queue = SimpleNamespace(_wait_for_next_poll=lambda partition, last: time.sleep(0.01) or last)
-    check_while_waiting(queue, unwatched.weights.check)
+    """No rollout comes: a server hangs that nobody declares dead. The sampler calls `check` at each poll."""
     deadline = time.monotonic() + 10
     with pytest.raises(RuntimeError, match="no longer watched"):
         while time.monotonic() < deadline:
-            assert queue._wait_for_next_poll("train", 7.0) == 7.0
+            unwatched.weights.check()
+            time.sleep(0.01)
 
 
 def test_a_fault_of_the_watching_ends_an_update_of_the_weights(unwatched):
@@ -67,19 +64,6 @@ def test_an_odd_error_that_all_heartbeats_have_is_ours(scene):
         assert not made.weights.dead
 
     scene(script)
-
-
-def test_a_wait_that_a_fault_ends_is_closed_in_the_timeline(unwatched):
-    import verl.trainer.ppo.v1  # noqa: F401  it imports what extends it, not the other way round
-
-    from verl_ext.trainer.run_trainer import RunTrainer
-
-    unwatched.fleet._thread.join(10)
-    ended = []
-    waiting = SimpleNamespace(__exit__=lambda *error: ended.append(error))
-    with pytest.raises(RuntimeError, match="no longer watched"):
-        RunTrainer.on_sample_end(SimpleNamespace(_fleet=unwatched.fleet, _waiting=waiting))
-    assert ended == [(None, None, None)]
 
 
 @pytest.fixture
