@@ -22,23 +22,38 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from verl_ext.evaluation.pass_rates import Tally, check_match, histogram, is_kept, rate_line, tally
-from verl_ext.evaluation.samples import read_past_samples
+from verl_ext.evaluation.problems import bare_prompt
+from verl_ext.evaluation.samples import NAMES, NoSamples, Sample, read_samples
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor
-from verl_ext.runs import durable, parquet
-from verl_ext.runs.folder import NoRun, judged_files
+from verl_ext.records.problem import problem_of
+from verl_ext.runs import durable, jsonl, parquet
+from verl_ext.runs.folder import NoRun, files_of, find_run, judged_files, training_folder
 from verl_ext.runs.lock import lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
 
 REPO = Path(__file__).resolve().parents[1]
 MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
+
+
+@dataclass
+class Tally:
+    """Samples of one problem. Those with an infrastructure failure (sandbox, verifier) are in neither count."""
+
+    judged: int = 0
+    correct: int = 0
+
+    @property
+    def pass_rate(self) -> float | None:
+        return self.correct / self.judged if self.judged else None
 
 
 def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -> list[Path]:
@@ -100,19 +115,63 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
     return runs
 
 
-def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tuple[list[Tally], int, int]:
+def past_samples(path: Path) -> list[Sample]:
+    """Return all samples, without texts except the prompt, of a file of records, a run, an evaluation, or a quickstart
+    (its RL run), and print how many. A run without records stands for its evaluations.
+
+    Raises:
+        NoSamples: there are none.
+        NoRun: the folder is no run.
+    """
+    if not path.exists():
+        raise NoSamples(f"No samples at {path}: there is no such file or folder.")
+    files = [path]
+    if path.is_dir():
+        run = training_folder(path, "rl", "sft") if find_run(path).kind == "quickstart" else path
+        files = [file.path for file in files_of(run)] or judged_files(run)
+    samples = [sample for file in files for sample in read_samples(file, NAMES) if sample.prompt]  # none if it raised
+    if not samples:
+        raise NoSamples(f"No samples in {path}. Looked for records/ (retool.recorder.enable) and evaluation/ in it.")
+    print(f"{len(samples):,} samples of {files[0] if len(files) == 1 else f'{files[0].parent} ({len(files)} files)'}")
+    return samples
+
+
+def tally(samples: Sequence[Sample], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Tally], int]:
+    """Return (the tally of each row's problem, number of samples whose problem is in no row).
+
+    Args:
+        rows: those of a data file in verl's columns; rows of the same problem share its samples.
+    """
+    places: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        # An evaluation names a problem without the instructions around it.
+        prompts = (row["prompt"], bare_prompt(row["prompt"]))
+        for name in {problem_of({**row, "raw_prompt": prompt}) for prompt in prompts}:
+            places.setdefault(name, []).append(place)
+    tallies, unknown = [Tally() for _ in rows], 0
+    for sample in samples:
+        found = places.get(sample.problem, [])
+        unknown += not found
+        for place in found if not sample.failure else ():
+            tallies[place].judged += 1
+            tallies[place].correct += int(sample.acc)
+    return tallies, unknown
+
+
+def tally_runs(paths: Sequence[Path], rows: pa.Table, data: Path) -> tuple[list[Tally], int, int]:
     """Return (the tally of each row, number of samples of other problems, number of infrastructure failures).
 
     Raises:
         NoSamples: there are none, or none belongs to a row.
     """
-    samples = []
-    for path in paths:
-        what, found = read_past_samples(path)
-        print(what)
-        samples += found
+    samples = [sample for path in paths for sample in past_samples(path)]
     tallies, unknown = tally(samples, rows.to_pylist())
-    check_match(unknown, samples, paths, data)
+    if unknown == len(samples):
+        raise NoSamples(
+            f"None of the {len(samples):,} samples in {', '.join(map(str, paths))} belongs to a problem of {data}. A "
+            "problem is the same if data source, id, whole prompt and ground truth are. The first sample's prompt: "
+            f"{' '.join(samples[0].prompt.split())[:160]!r}"
+        )
     return tallies, unknown, sum(sample.failure is not None for sample in samples)
 
 
@@ -125,8 +184,8 @@ def filter_problems(
     Raises:
         SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
     """
-    own, unknown, failed = tally_past_samples(runs, rows, args.data)
-    teacher = tally_past_samples(teachers, rows, args.data)[0] if teachers else None
+    own, unknown, failed = tally_runs(runs, rows, args.data)
+    teacher = tally_runs(teachers, rows, args.data)[0] if teachers else None
     if unknown:
         print(f"{unknown:,} samples are not counted: {args.data} lacks their problems")
     if failed:
@@ -156,6 +215,33 @@ def filter_problems(
     rates = pa.array([each.pass_rate for each in own], pa.float64())
     kept_rows = rows.append_column(PASS_RATE_COLUMN, rates).filter(pa.array(kept))
     return kept_rows.replace_schema_metadata()  # the notes of pandas and datasets describe the old rows and columns
+
+
+def is_kept(own: Tally, *, max_rate: float, must_be_solved: bool, teacher: Tally | None = None) -> bool:
+    """Return whether a judged problem is not too easy and, if `must_be_solved`, was solved once (a teacher counts)."""
+    solved = own.correct > 0 or (teacher is not None and teacher.correct > 0)
+    return own.pass_rate <= max_rate and (solved or not must_be_solved)
+
+
+def histogram(tallies: Iterable[Tally], kept: Iterable[bool]) -> str:
+    """Return a line for each pass rate that occurs: how many problems have it, and how many of them are kept."""
+    counts: dict[float, list[int]] = {}
+    for each, keep in zip(tallies, kept, strict=True):
+        if each.judged:
+            bin_ = counts.setdefault(each.pass_rate, [0, 0])
+            bin_[0] += 1
+            bin_[1] += keep
+    most = max((count for count, _ in counts.values()), default=1)
+    lines = ["pass rate  problems     kept"]
+    for rate, (count, keep) in sorted(counts.items()):
+        lines.append(f"{rate:9.3f} {count:9,} {keep:8,}  {'#' * round(40 * count / most)}")
+    return "\n".join(lines)
+
+
+def rate_line(row: int, extra_info: dict[str, Any], own: Tally, keep: bool) -> str:
+    """Return one JSON line about a problem."""
+    rates = {"samples": own.judged, "correct": own.correct, "pass_rate": own.pass_rate, "kept": keep}
+    return jsonl.dumps({"row": row, "id": str(extra_info.get("id", extra_info.get("index", row)))} | rates)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from tests.unit.evaluation.test_checkpoint import make_step, note
 from verl_ext.checkpoints.__main__ import main as checkpoints
 from verl_ext.checkpoints.manifest import vouch
 from verl_ext.evaluation.__main__ import main as evaluate
+from verl_ext.records.problem import problem_of
 from verl_ext.report.__main__ import main as report
 
 REPO = Path(__file__).parents[2]
@@ -40,8 +41,9 @@ def quickstart(tmp_path_factory):
         (folder / name / "hydra").mkdir()
         config = {"actor_rollout_ref": {}} if name == "rl" else {"model": {}}
         (folder / name / "hydra" / "config.yaml").write_text(json.dumps(config))
+    name = problem_of({"raw_prompt": [{"role": "user", "content": "a"}], "extra_info": {"index": 0}})
     for step, acc in ((0, 0), (5, 1)):
-        write(folder / "rl", [row("a", 0, acc)], step=step)
+        write(folder / "rl", [row("a", 0, acc, problem=name)], step=step)
     return folder
 
 
@@ -61,7 +63,7 @@ def run_samples(run, tools):
 
 
 def run_compare(run, tools):
-    other = write(tools.tmp / "other", [row("a", 0, 0)])
+    other = write(tools.tmp / "other", [row("a", 0, 0, problem=None)])  # paired by the prompt
     evaluate(["--samples", str(other), "--compare", str(run), "--draws", "10"])
     return tools.printed()
 
@@ -91,7 +93,8 @@ def run_filter_by_pass_rate(run, tools):
     import pandas as pd
 
     data, out = tools.tmp / "data.parquet", tools.tmp / "out.parquet"
-    pd.DataFrame([{"prompt": [{"role": "user", "content": "a"}], "extra_info": {"index": 0}}]).to_parquet(data)
+    problem = {"prompt": [{"role": "user", "content": "a"}], "extra_info": {"index": 0}}
+    pd.DataFrame([problem]).to_parquet(data)
     tools.script("filter_by_pass_rate", "--data", str(data), "--out", str(out), "--runs", str(run))
     return tools.printed()
 

@@ -39,9 +39,16 @@ def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None
         if not found:
             raise DataError(f"{source} has no rows.")
         for index, row in enumerate(found):
-            problem = problem_of(row | {"raw_prompt": _bare_prompt(row["raw_prompt"])})
+            problem = problem_of(row | {"raw_prompt": bare_prompt(row["raw_prompt"])})
             rows.append(row | {"uid": f"{name}:{index}", "index": index, "problem": problem})
     return rows
+
+
+def bare_prompt(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt without the instructions that a known data set puts around the last user message."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    bare = messages[last] | {"content": bare_problem(messages[last]["content"])}
+    return [bare if message is messages[last] else message for message in messages]
 
 
 def fingerprint(rows: Sequence[dict[str, Any]]) -> str:
@@ -63,12 +70,6 @@ def _built_in(name: str, protocol: str) -> list[dict[str, Any]]:
         }
         for problem in read_problems(str(BUILT_IN / f"{name}.jsonl"))
     ]
-
-
-def _bare_prompt(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    bare = messages[last] | {"content": bare_problem(messages[last]["content"])}
-    return [bare if message is messages[last] else message for message in messages]
 
 
 def _from_file(source: str) -> list[dict[str, Any]]:

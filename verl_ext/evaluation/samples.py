@@ -9,7 +9,7 @@ from typing import Any
 from verl_ext.episode import EpisodeKey
 from verl_ext.outcome import UNVERIFIED, Fault, RolloutEnd, evaluation_failure
 from verl_ext.records import store
-from verl_ext.runs.folder import files_of, find_run, judged_files, training_folder
+from verl_ext.runs.folder import judged_files
 
 # Columns of a sample: without its turns, calls and answer, and all of them.
 NAMES = ("uid", "session", "prompt", "ground_truth", "domain", "id", "problem", "end_reason", "acc", "score")
@@ -100,27 +100,6 @@ def read_samples(path: Path, columns: Sequence[str] = COLUMNS) -> list[Sample]:
         Unreadable: the file is no file of records, or is cut short.
     """
     return [sample_of(row) for row in store.read(path, columns).to_pylist()]
-
-
-def read_past_samples(path: Path) -> tuple[str, list[Sample]]:
-    """Return what the samples are, and all samples, without texts except the prompt, of a file of records, a run, an
-    evaluation, or a quickstart (its RL run). A run without records stands for its evaluations.
-
-    Raises:
-        NoSamples: there are none.
-        NoRun: the folder is no run.
-    """
-    if not path.exists():
-        raise NoSamples(f"No samples at {path}: there is no such file or folder.")
-    files = [path]
-    if path.is_dir():
-        run = training_folder(path, "rl", "sft") if find_run(path).kind == "quickstart" else path
-        files = [file.path for file in files_of(run)] or judged_files(run)
-    samples = [sample for file in files for sample in read_samples(file, NAMES) if sample.prompt]  # none if it raised
-    if not samples:
-        raise NoSamples(f"No samples in {path}. Looked for records/ (retool.recorder.enable) and evaluation/ in it.")
-    named = files[0] if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
-    return f"{len(samples):,} samples of {named}", samples
 
 
 def failure_of(row: Mapping[str, Any]) -> str | None:

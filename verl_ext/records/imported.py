@@ -25,7 +25,7 @@ LACKS = (
 )
 OF_ROLLOUTS = (
     "Dumps of rollouts have only what was trained on, and the reward in place of `acc`: above 0 counts as right, up to "
-    "-0.6 as wrong, and what is between as not judged."
+    "-0.6 as wrong, and what is between as not judged. They do not name problems: these are not found in a data file."
 )
 _COLUMNS = ("input", "output", "gts", "step", "uid", "problem", "id", "error", "tool_use", "model_spans")
 

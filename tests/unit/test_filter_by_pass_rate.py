@@ -7,117 +7,116 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.evaluation.rows import write
-from verl_ext.evaluation.pass_rates import Tally, is_kept, match_prompts, tally
-from verl_ext.evaluation.samples import read_past_samples
-from verl_ext.records.problem import canonical, problem_of
+from tests.unit.evaluation.rows import evaluation, row, write
+from verl_ext.evaluation.problems import read_sets
+from verl_ext.evaluation.samples import NoSamples
+from verl_ext.records import store
+from verl_ext.records.problem import problem_of
+from verl_ext.runs.folder import NoRun
 from verl_ext.runs.lock import lock_folder
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("filter_by_pass_rate")
 
 
 def prompt(text):
     return [{"role": "system", "content": "Use code."}, {"role": "user", "content": text}]
 
 
-def rendered(text):
-    return f"system\nUse code.\nuser\n{text}\nassistant\n"
+def problem(text, **columns):
+    """A row of a data file in verl's columns."""
+    return {
+        "data_source": "d",
+        "prompt": prompt(text),
+        "extra_info": {"index": "abcd".find(text), "id": text},
+    } | columns
+
+
+def name_of(data_row):
+    return problem_of(data_row | {"raw_prompt": data_row["prompt"]})
 
 
 def sample_row(text, acc, number=0, **columns):
-    failed = columns.get("end_reason") in ("sandbox_failure", "verifier_unknown")
-    row = {"uid": f"{text}-{number}", "session": 0, "prompt": rendered(text), "ground_truth": "1"}
-    return row | {"end_reason": "answer", "acc": None if failed else acc} | columns
+    """A response to `problem(text)` in the records."""
+    return row(text, number, acc, problem=name_of(problem(text)), **columns)
 
 
-def samples_of(folder, rows):
-    return read_past_samples(write(folder, rows))[1]
-
-
-def test_prompts_are_found_within_what_the_chat_template_made_of_them():
-    prompts = [prompt(f"Find {i}.") for i in range(200)] + [prompt("Find 7.")]
-    inputs = [rendered(f"Find {i}.") for i in range(0, 200, 3)] * 2 + [rendered("Find 1000."), rendered("Find 7.")]
-    matches = match_prompts(prompts, inputs)
-    assert len(matches) == 69
-    for i in range(0, 200, 3):
-        assert matches[rendered(f"Find {i}.")] == [i]
-    assert matches[rendered("Find 1000.")] == []
-    assert matches[rendered("Find 7.")] == [7, 200]  # there twice
-
-
-def test_a_prompt_within_the_text_of_another_problem_is_not_taken_for_it():
-    prompts = [prompt("1+1?"), prompt("2+2?"), prompt("3+3?")]
-    inputs = [rendered("11+1? Or 12?"), rendered("2+2?"), rendered("3+3?")]
-    assert list(match_prompts(prompts, inputs).values()) == [[], [1], [2]]
-
-
-def test_prompts_of_two_templates_are_both_understood():
-    other = [f"<user>Find {i}.</user>" for i in range(3)]
-    matches = match_prompts(
-        [prompt(f"Find {i}.") for i in range(6)], other + [rendered(f"Find {i}.") for i in range(3, 6)]
-    )
-    assert list(matches.values()) == [[0], [1], [2], [3], [4], [5]]
-
-
-def test_a_prompt_is_told_by_its_other_messages():
-    """With none, one or two of them; a system message may be the start of another."""
-    before = [(), ("Be",), ("Be brief.",), ("Be brief.", "Use code."), ("Use code.",)]
-    prompts = [
-        [*({"role": "system", "content": text} for text in others), {"role": "user", "content": f"Find {question}."}]
-        for others in before
-        for question in "ab"
-    ]
-    inputs = ["".join(f"{each['role']}\n{each['content']}\n" for each in each) + "assistant\n" for each in prompts]
-    assert list(match_prompts(prompts, inputs).values()) == [[row] for row in range(10)]
-
-
-def test_samples_that_infrastructure_failed_count_neither_way(tmp_path):
+def test_samples_that_infrastructure_failed_count_neither_way(script, tmp_path):
     rows = [sample_row("a", 1, 0), sample_row("a", 0, 1), sample_row("a", 0, 2, end_reason="sandbox_failure")]
     rows += [sample_row("b", 0, 0, end_reason="verifier_unknown"), sample_row("c", 1, 0)]
-    samples = samples_of(tmp_path, rows)
-    tallies, unknown = tally(samples, [{"prompt": prompt(text)} for text in "ab"])
-    assert tallies == [Tally(judged=2, correct=1), Tally()] and unknown == 1
-    assert tallies[0].pass_rate == 0.5 and tallies[1].pass_rate is None
+    tallies, unknown = script.tally(script.past_samples(write(tmp_path, rows)), [problem(text) for text in "ab"])
+    assert [(each.judged, each.correct, each.pass_rate) for each in tallies] == [(2, 1, 0.5), (0, 0, None)]
+    assert unknown == 1
 
 
 @pytest.mark.parametrize(
-    ("difference", "of_rows"),
+    "of_rows",
     [
-        ("ground_truth", [{"reward_model": {"ground_truth": gold}} for gold in ("1", "2")]),
-        (
-            "ground_truth",
-            [{"reward_model": {"ground_truth": gold}} for gold in ({"a": 1, "b": [2]}, {"a": 1, "b": [3]})],
-        ),
-        ("id", [{"extra_info": {"id": name}} for name in (1, 2)]),
-        ("domain", [{"data_source": name} for name in ("one", "two")]),
-        ("problem", [{"extra_info": {"index": number}} for number in (0, 1)]),
+        [{"reward_model": {"ground_truth": gold}} for gold in ("1", "2")],
+        [{"reward_model": {"ground_truth": gold}} for gold in ({"a": 1, "b": [2]}, {"a": 1, "b": [3]})],
+        [{"extra_info": {"id": name}} for name in (1, 2)],
+        [{"extra_info": {"index": number}} for number in (0, 1)],
+        [{"data_source": name} for name in ("one", "two")],
+        [{"prompt": prompt("a")[1:]}, {"prompt": prompt("a")}],
     ],
 )
-def test_rows_with_one_last_message_have_the_samples_of_their_own_problem(tmp_path, difference, of_rows):
+def test_rows_with_one_last_message_have_the_samples_of_their_own_problem(script, tmp_path, of_rows):
     """Two samples of the first are right, the one of the second is wrong."""
-    rows = [{"prompt": prompt("a")} | row for row in of_rows]
-    said = {
-        "ground_truth": lambda row: canonical(row["reward_model"]["ground_truth"]),
-        "id": lambda row: str(row["extra_info"]["id"]),
-        "domain": lambda row: row["data_source"],
-        "problem": lambda row: problem_of(row | {"raw_prompt": row["prompt"]}),
-    }[difference]
-    samples = [sample_row("a", int(i < 2), i, **{difference: said(rows[i == 2])}) for i in range(3)]
-    tallies, unknown = tally(samples_of(tmp_path, samples), rows)
-    assert tallies == [Tally(judged=2, correct=2), Tally(judged=1, correct=0)] and not unknown
+    rows = [problem("a", **columns) for columns in of_rows]
+    samples = [row("a", i, i < 2, problem=name_of(rows[i == 2])) for i in range(3)]
+    tallies, unknown = script.tally(script.past_samples(write(tmp_path, samples)), rows)
+    assert [(each.judged, each.correct) for each in tallies] == [(2, 2), (1, 0)] and not unknown
 
 
-def test_rows_that_a_data_set_repeats_share_their_samples(tmp_path):
-    row = {"prompt": prompt("a"), "extra_info": {"id": "x"}, "reward_model": {"ground_truth": "1"}}
-    rows = [row | {"extra_info": {"id": "x", "index": number}} for number in range(100)]
-    samples = samples_of(tmp_path, [sample_row("a", 1, i, id="x") for i in range(8)])
-    assert tally(samples, rows)[0] == [Tally(judged=8, correct=8)] * 100
+def test_rows_that_a_data_set_repeats_share_their_samples(script, tmp_path):
+    rows = [problem("a", extra_info={"id": "a", "index": number}) for number in range(100)]
+    samples = script.past_samples(write(tmp_path, [sample_row("a", 1, i) for i in range(8)]))
+    tallies, _ = script.tally(samples, rows)
+    assert [(each.judged, each.correct) for each in tallies] == [(8, 8)] * 100
 
 
-def test_samples_of_another_answer_are_of_no_row(tmp_path):
-    rows = [{"prompt": prompt("a"), "reward_model": {"ground_truth": "2"}}]
-    samples = samples_of(tmp_path, [sample_row("a", 1)])
-    assert tally(samples, rows) == ([Tally()], 1)
+def test_the_samples_of_an_evaluation_are_found_without_the_instructions_around_a_problem(script, tmp_path):
+    from verl_ext.datasets.text import PROMPTS
+
+    asked = problem("a", prompt=[{"role": "user", "content": PROMPTS["code"].format(problem="1+1?")}])
+    asked["reward_model"] = {"ground_truth": "2"}
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(asked) + "\n")
+    (evaluated,) = read_sets([str(file)], protocol="code")
+    assert evaluated["problem"] != name_of(asked)
+    folder = evaluation(tmp_path / "out", [row("a", i, 1, problem=evaluated["problem"]) for i in range(2)])
+    tallies, unknown = script.tally(script.past_samples(folder), [asked])
+    assert (tallies[0].judged, unknown) == (2, 0)
+
+
+def test_all_records_of_a_run_count_and_of_a_run_without_records_its_evaluations(script, tmp_path, capsys):
+    run = tmp_path / "rl"
+    raised = {"uid": "a", "session": 3, "end_reason": "raised"}
+    store.write(store.path_of(run, "trajectories", 1), "trajectories", [sample_row("a", 1), raised])
+    validated = write(run, [sample_row("b", 0), sample_row("b", 0, 1)], step=1)
+    assert len(script.past_samples(run)) == len(script.past_samples(tmp_path)) == 3, "the quickstart has the run in rl/"
+    assert capsys.readouterr().out.splitlines() == [f"3 samples of {validated.parent} (2 files)"] * 2
+    assert len(script.past_samples(validated)) == 2
+    sft = tmp_path / "other" / "run"
+    for step in (10, 20):
+        evaluation(sft / "evaluation" / f"global_step_{step}", [sample_row("a", step > 10)])
+    (sft / "hydra").mkdir()
+    (sft / "hydra" / "config.yaml").write_text("model: {path: m}\n")
+    assert [sample.acc for sample in script.past_samples(sft)] == [0.0, 1.0]
+
+
+def test_what_is_no_source_is_named(script, tmp_path):
+    with pytest.raises(NoSamples, match="there is no such file or folder"):
+        script.past_samples(tmp_path / "nowhere")
+    with pytest.raises(NoRun, match="it holds nothing"):
+        script.past_samples(tmp_path)
+    (tmp_path / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/acc": 1}}\n')
+    with pytest.raises(NoSamples, match="Looked for records/"):
+        script.past_samples(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +134,10 @@ def test_samples_of_another_answer_are_of_no_row(tmp_path):
         (6, 8, False, False),
     ],
 )
-def test_the_bands_of_eight_samples(own, teacher, easy_out, rare):
-    teacher = None if teacher is None else Tally(8, teacher)
-    assert is_kept(Tally(8, own), max_rate=0.625, must_be_solved=False, teacher=teacher) is easy_out
-    assert is_kept(Tally(8, own), max_rate=0.25, must_be_solved=True, teacher=teacher) is rare
+def test_the_bands_of_eight_samples(script, own, teacher, easy_out, rare):
+    teacher, own = (None if correct is None else script.Tally(8, correct) for correct in (teacher, own))
+    assert script.is_kept(own, max_rate=0.625, must_be_solved=False, teacher=teacher) is easy_out
+    assert script.is_kept(own, max_rate=0.25, must_be_solved=True, teacher=teacher) is rare
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -149,9 +148,7 @@ def data(tmp_path):
     """Four problems in verl's columns."""
     import pandas as pd
 
-    rows = [
-        {"data_source": "d", "prompt": prompt(t), "extra_info": {"index": i, "id": t}} for i, t in enumerate("abcd")
-    ]
+    rows = [problem(text) for text in "abcd"]
     path = tmp_path / "data.parquet"
     pd.DataFrame(rows).to_parquet(path)
     return path
@@ -258,8 +255,7 @@ for sample, file in enumerate(files):
         text = messages[-1]["content"]
         if os.environ["FAKE_BREAK"] == text:
             sys.exit(3)
-        row = json.loads(os.environ["FAKE_ROW"])
-        row |= {"prompt": row["prompt"].replace("TEXT", text), "uid": f"{text}-{sample}"}
+        row = json.loads(os.environ["FAKE_ROWS"])[text] | {"uid": f"{text}-{sample}"}
         rows.append(row | {"acc": float(text in "ab" or sample == 0)})
 path = store.path_of(Path(os.environ["OUTPUT_DIR"]), "trajectories", 0, validate=True)
 store.write(path, "trajectories", rows)
@@ -276,7 +272,7 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
     command = [sys.executable, script, "--data", data, "--out", out, "--samples", "4", "--chunk", "2"]
     variables = {
         "FAKE_LOG": str(log),
-        "FAKE_ROW": json.dumps(sample_row("TEXT", 0)),
+        "FAKE_ROWS": json.dumps({text: sample_row(text, 0) for text in "abcd"}),
         "SANDBOX_URL": "http://127.0.0.1:9",
     }
 
