@@ -139,7 +139,7 @@ def take_samples(args: argparse.Namespace) -> Path:
     checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
     if args.model and not (args.model / "config.json").is_file():
         raise ConfigError(_no_model(args.model))
-    config, chosen = _settings(args, checkpoint)
+    config, chosen = chosen_settings(args, checkpoint)
     rows = read_sets(args.data, protocol=config.retool.protocol, limit=args.limit)  # before the minutes of a merge
     if checkpoint:
         args.model = merge(checkpoint)
@@ -159,7 +159,7 @@ def take_samples(args: argparse.Namespace) -> Path:
     return args.out
 
 
-def _settings(args: argparse.Namespace, checkpoint: Checkpoint | None) -> tuple["DictConfig", Chosen]:
+def chosen_settings(args: argparse.Namespace, checkpoint: Checkpoint | None) -> tuple["DictConfig", Chosen]:
     """Return the composed config and what it is made of; print where settings that nobody named come from."""
     given = [
         f"{key}={value}"

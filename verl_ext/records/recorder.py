@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 REST_S = 1.0  # pause after a step without taking a message: a Ray process that waits for one wakes 100 times a second
-_MAX_OPEN_BYTES = 2 * 2**30  # of groups whose fate is open; beyond it the oldest are dropped
+MAX_OPEN_BYTES = 2 * 2**30  # of groups whose fate is open; beyond it the oldest are dropped
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class Recorder:
             self._drop(group.uid)
         self._groups[group.uid] = group
         self._bytes += len(group.packed)
-        while self._bytes > _MAX_OPEN_BYTES:
+        while self._bytes > MAX_OPEN_BYTES:
             self._missed.add(oldest := next(iter(self._groups)))
             self._drop(oldest)
-            self._count_lost(1, f"more than {_MAX_OPEN_BYTES >> 30} GiB of rollouts waited for their fate")
+            self._count_lost(1, f"more than {MAX_OPEN_BYTES >> 30} GiB of rollouts waited for their fate")
         self._write_ended()
 
     def tokens(self, step: int, columns: Mapping[str, Any], texts: Mapping[int, str]) -> None:

@@ -18,7 +18,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR}
 _UNREADABLE = {errno.EACCES, errno.EPERM}  # a folder above the run's that may be traversed but not opened
 
-_warned: set[str] = set()  # kinds, once per process
+warned: set[str] = set()  # kinds, once per process
 
 
 def sync(path: Path) -> None:
@@ -37,8 +37,8 @@ def sync(path: Path) -> None:
         kind, tolerated = ("folders", _UNSUPPORTED | _UNREADABLE) if path.is_dir() else ("files", _UNSUPPORTED)
         if error.errno not in tolerated:
             raise
-        if kind not in _warned:
-            _warned.add(kind)
+        if kind not in warned:
+            warned.add(kind)
             logger.warning(
                 "fsync of %s failed (%s): the file system does not guarantee that %s survive a power loss; a kill does "
                 "no harm. A resume compares a checkpoint's checksums. If the power may fail, set "

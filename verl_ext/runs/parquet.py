@@ -21,7 +21,7 @@ Check = Callable[[Path, pa.Schema], None]
 PART = ".tmp"  # suffix of the name of a file being written, after its writer's pid
 _CHUNK = 256  # rows per table
 _BATCH = 64  # rows in memory at once if a file is read row by row
-_GROUP_BYTES = 2**24  # of a row group at most, approximately: a reader takes row groups one by one
+GROUP_BYTES = 2**24  # of a row group at most, approximately: a reader takes row groups one by one
 
 
 class Unreadable(ValueError):
@@ -58,7 +58,7 @@ def write(path: Path, rows: Rows, schema: pa.Schema | None = None, notes: Notes 
         ):
             writer.add_key_value_metadata(dict(notes or {}))
             for table in _of_groups(tables):
-                writer.write_table(table, max(1, len(table) * _GROUP_BYTES // max(1, table.nbytes)))
+                writer.write_table(table, max(1, len(table) * GROUP_BYTES // max(1, table.nbytes)))
                 count += len(table)
         os.replace(part, path)
     finally:
@@ -77,7 +77,7 @@ def _of_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
-        if sum(each.nbytes for each in waiting) >= _GROUP_BYTES:
+        if sum(each.nbytes for each in waiting) >= GROUP_BYTES:
             yield pa.concat_tables(waiting)
             waiting = []
     if waiting:

@@ -78,7 +78,7 @@ def _connect() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config=DATABASE)
 
 
-def _database() -> duckdb.DuckDBPyConnection:
+def database() -> duckdb.DuckDBPyConnection:
     """Return the one database of all runs and concurrent requests, which bounds the memory. A database that a damaged
     file has ended is replaced."""
     with _OPENING:
@@ -191,7 +191,7 @@ class Run:
         tries = MAX_TRIES
         while files:
             try:
-                return _rows(_database(), sql, values, files.values())
+                return _rows(database(), sql, values, files.values())
             except duckdb.OutOfMemoryException:
                 raise
             except (duckdb.Error, UnicodeDecodeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.evaluation.__main__ import _settings, main, parse_args
+from verl_ext.evaluation.__main__ import chosen_settings, main, parse_args
 from verl_ext.evaluation.defaults import BASE, choose, for_this_machine
 from verl_ext.evaluation.settings import ConfigError, load_config
 
@@ -139,7 +139,7 @@ def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, 
     saved.write_text("data: {retool: {protocol: hermes}}\ntrainer: {experiment_name: tiny_sft}\n")
     server["said"]["root"] = str(folder)
     argv = ["--server", server["url"], "--out", str(tmp_path / "o")]
-    config, chosen = _settings(parse_args([*argv, "--n", "3"]), None)
+    config, chosen = chosen_settings(parse_args([*argv, "--n", "3"]), None)
     assert (config.retool.protocol, chosen.config) == ("hermes", "tiny_dapo")
     assert config.actor_rollout_ref.rollout.val_kwargs.n == 3
     assert f"evaluate: settings of the model's run, {tmp_path / 'run'}" in capsys.readouterr().out
@@ -148,4 +148,4 @@ def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, 
         SystemExit, match="evaluate: The protocol .* the model's folder is not here. Give --protocol code"
     ):
         main(argv)
-    assert _settings(parse_args([*argv, "--protocol", "code"]), None)[0].retool.protocol == "code"
+    assert chosen_settings(parse_args([*argv, "--protocol", "code"]), None)[0].retool.protocol == "code"

@@ -96,8 +96,6 @@ def sample(
     async def run() -> dict:
         sampler = Sampler(config, tokenizer, server, "qwen2")
         await sampler.check_prompts(rows)
-        for loop in sampler._loops.values():
-            loop.tools.interpreter.sandbox = sandbox or FakeSandbox()
         kept = Store(folder, SETTINGS, {})
         try:
             await sampler.run(make_tasks(rows, n, 0), kept, concurrency=concurrency)
@@ -105,7 +103,9 @@ def sample(
             kept.join()
         return kept.rows
 
-    return asyncio.run(run()), server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_ext.environments.toolbox.shared_client", lambda settings: sandbox or FakeSandbox())
+        return asyncio.run(run()), server
 
 
 def samples_in(folder):

@@ -236,7 +236,7 @@ def test_an_end_that_the_recorder_does_not_confirm_is_a_warning(monkeypatch, cap
 
 def test_memory_is_bounded_and_what_is_forgotten_is_counted(tmp_path, monkeypatch, caplog):
     one = len(group("a").packed)
-    monkeypatch.setattr(recorder, "_MAX_OPEN_BYTES", 3 * one)
+    monkeypatch.setattr(recorder, "MAX_OPEN_BYTES", 3 * one)
     writer = Recorder(tmp_path, SETTINGS)
     for uid in "abcde":
         writer.group(group(uid))

@@ -178,7 +178,7 @@ def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):
 
 def test_long_rows_stand_in_small_row_groups_and_short_ones_in_one(tmp_path, monkeypatch):
     """Readers take a file one row group at a time."""
-    monkeypatch.setattr(parquet, "_GROUP_BYTES", 10_000)
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 10_000)
     path = store.path_of(tmp_path, "trajectories", 1)
     for length, groups in ((10, 1), (2_000, 4)):
         store.write(path, "trajectories", [ROW | {"prompt": "x" * length}] * 16)

@@ -14,7 +14,7 @@ from verl_ext.runs import durable
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch):
     """An fsync that answers with an error for folders, files or both."""
-    monkeypatch.setattr(durable, "_warned", set())
+    monkeypatch.setattr(durable, "warned", set())
     real = os.fsync
 
     def fail(number: int, *, folders: bool = False, files: bool = False) -> None:

@@ -173,8 +173,8 @@ def test_a_query_answers_though_files_vanish_each_time_it_is_tried(client, run_f
             going.pop().unlink()
         return database()
 
-    going, database = [store.path_of(run_folder, "trajectories", step) for step in (1, 2, 3)], data._database
-    monkeypatch.setattr(data, "_database", connect)
+    going, database = [store.path_of(run_folder, "trajectories", step) for step in (1, 2, 3)], data.database
+    monkeypatch.setattr(data, "database", connect)
     answer = client.get("/run/0/all")
     assert answer.status_code == 200 and "40 of 40 rollouts" in answer.text and 'role="alert"' not in answer.text
 
@@ -229,7 +229,7 @@ def test_a_query_that_needs_too_much_leaves_nothing_in_the_working_directory(run
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     small = duckdb.connect(config=data.DATABASE | {"memory_limit": "30MB"})
-    monkeypatch.setattr(data, "_database", lambda: small)
+    monkeypatch.setattr(data, "database", lambda: small)
     with pytest.raises(duckdb.OutOfMemoryException):
         Run(run_folder, "run_a", 0).ask("SELECT * FROM (SELECT hash(range) AS h FROM range(3000000)) ORDER BY h")
     assert list(Path.cwd().iterdir()) == []

@@ -126,7 +126,7 @@ def test_a_file_that_is_removed_while_a_run_is_exported_is_left_out(client, run_
 
 def test_an_export_that_fails_leaves_no_file(client: TestClient, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(export, "_sample", lambda row, name: 1 / 0)
+    monkeypatch.setattr(store, "stream", lambda path: [1 / 0])
     before = set(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
         client.get("/run/0/export.eval")
