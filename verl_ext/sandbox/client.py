@@ -8,9 +8,7 @@ import contextlib
 import json
 import os
 import random
-import signal
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,11 +28,13 @@ MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0
 CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"  # harms nothing, and shows whether a sandbox works
 CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
-MIN_LOSSES = 2  # losses of a program after which a server that works is not to blame
 
 
 class SandboxClient:
     """Runs Python on sandbox servers; usable from any number of tasks of one event loop.
+
+    Whose fault it is that a program was lost is the server's decision, which its answer tells. A server that does not
+    answer is an infrastructure failure.
 
     Args:
         urls: base URLs such as "http://127.0.0.1:8080"; each call goes to the one with the fewest calls in flight,
@@ -132,25 +132,16 @@ class SandboxClient:
         """Make all attempts of one call; `deadline` is by time.monotonic()."""
         timeout_s, failure = body["run_timeout"], _InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
-        losses: Counter[int] = Counter()  # server -> times that it lost the program since it last refused it
         server = attempts = tries = 0  # tries: since a server was away
-        is_suspect = False  # the next loss decides, because the servers that are well may only just be back
         while True:
             pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
-            has_time = not attempts or time.monotonic() + pause_s + timeout_s < deadline
-            if tries == self._max_attempts or not has_time:
-                lost = 0 if session else await self._lost_while_sound(losses, deadline)
-                if lost >= MIN_LOSSES and (is_suspect or not has_time):
-                    return _blamed(lost, attempts)
-                if not has_time:
-                    failure = _InfrastructureFailure(f"{failure}; no time left to try again")
+            if attempts and time.monotonic() + pause_s + timeout_s >= deadline:
+                failure = _InfrastructureFailure(f"{failure}; no time left to try again")
+                break
+            if tries == self._max_attempts:
+                if session or not self._have_answered or not await self._recovery.wait(deadline - timeout_s):
                     break
-                if is_suspect := lost >= MIN_LOSSES:
-                    tries -= 1
-                elif not session and self._have_answered and await self._recovery.wait(deadline - timeout_s):
-                    tries, losses, failed_servers = 0, Counter(), set()
-                else:
-                    break
+                tries, failed_servers = 0, set()
                 continue
             if attempts:
                 await asyncio.sleep(pause_s)
@@ -163,7 +154,8 @@ class SandboxClient:
                     waiting.reschedule(None)
                     waited_s = time.monotonic() - waited_from
                     attempts, tries = attempts + 1, tries + 1
-                    server = self._least_busy(failed_servers)
+                    if not failure.is_lost:  # else the same server decides
+                        server = self._least_busy(failed_servers)
                     if session:
                         session.server = server = server if session.server is None else session.server
                     result = await self._attempt(server, body, deadline, waited_s, attempts, session)
@@ -172,13 +164,9 @@ class SandboxClient:
                     return result
             except TimeoutError:
                 failure = _InfrastructureFailure(f"{obstacle} for {time.monotonic() - waited_from:.1f} s")
-                lost = 0 if session else await self._lost_while_sound(losses, deadline)
-                if lost >= MIN_LOSSES:
-                    return _blamed(lost, attempts)
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
-                losses[server] = losses[server] + 1 if exc.may_have_run and not exc.blameless else 0
                 failed_servers.add(server)
                 now, hangs = time.monotonic(), isinstance(exc.__cause__, TimeoutError)
                 if (hangs or not exc.may_have_run) and now >= self._rests_until[server]:
@@ -190,24 +178,18 @@ class SandboxClient:
                     session.server = None
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
 
-    async def _lost_while_sound(self, losses: Mapping[int, int], deadline: float) -> int:
-        """Count losses on servers that run the control program; ask no server if there are too few losses in all."""
-        servers = [server for server, number in losses.items() if number and sum(losses.values()) >= MIN_LOSSES]
-        sound = await asyncio.gather(*(self._is_sound(server, deadline) for server in servers))
-        return sum(losses[server] for server, is_sound in zip(servers, sound, strict=True) if is_sound)
-
     async def _is_one_sound(self) -> bool:
-        deadline, servers = time.monotonic() + CONTROL_TIMEOUT_S, list(self._have_answered)
-        sound = await asyncio.gather(*(self._is_sound(server, deadline) for server in servers))
+        servers = list(self._have_answered)
+        sound = await asyncio.gather(*map(self._is_sound, servers))
         for server, is_sound in zip(servers, sound, strict=True):
             if is_sound:
                 self._refusals[server], self._rests_until[server] = 0, 0.0
         return any(sound)
 
-    async def _is_sound(self, server: int, deadline: float) -> bool:
-        """Return whether a server runs the control program, within CONTROL_TIMEOUT_S and before `deadline`."""
+    async def _is_sound(self, server: int) -> bool:
+        """Return whether a server runs the control program within CONTROL_TIMEOUT_S."""
         body = {"code": CONTROL_PROGRAM, "language": "python", "run_timeout": CONTROL_TIMEOUT_S, "memory_limit_MB": -1}
-        deadline = min(deadline, time.monotonic() + CONTROL_TIMEOUT_S)
+        deadline = time.monotonic() + CONTROL_TIMEOUT_S
         try:
             result = await self._attempt(server, body, deadline, 0.0, self._max_attempts, None)
         except (_InfrastructureFailure, ValueError):
@@ -318,16 +300,16 @@ class _Session:
 
 
 class _InfrastructureFailure(Exception):
-    """A failure of the sandbox or the way to it. `retry_after_s`: the server's wish; `blameless`: no program did it."""
+    """A failure of the sandbox or the way to it.
 
-    def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, blameless: bool = False):
+    Attributes:
+        retry_after_s: the server's wish.
+        is_lost: the server lost the program, and decides whose doing it was when it is asked again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, is_lost: bool = False):
         super().__init__(message)
-        self.retry_after_s, self.may_have_run, self.blameless = retry_after_s, may_have_run, blameless
-
-
-def _blamed(lost: int, attempts: int) -> RunResult:
-    stderr = f"Killed: {lost} attempts to run this program lost it, and the sandbox is well"
-    return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
+        self.retry_after_s, self.may_have_run, self.is_lost = retry_after_s, may_have_run, is_lost
 
 
 def _failure(message: str, attempts: int = 0) -> RunResult:
@@ -364,7 +346,7 @@ def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[Ru
     try:
         answer = json.loads(content)
         if answer["status"] == "SandboxError":
-            raise _InfrastructureFailure(f"{url}: SandboxError: {answer['message']}", blameless=answer.get("blameless"))
+            raise _InfrastructureFailure(f"{url}: SandboxError: {answer['message']}", is_lost=answer.get("lost", False))
         result = answer["run_result"]
         if result["status"] == "TimeLimitExceeded":
             status = "timeout"

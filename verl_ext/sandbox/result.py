@@ -11,8 +11,8 @@ class RunResult:
 
     `ok`: it ended with exit code 0. `code_error`: it ended with another. `timeout`: it was killed at its time limit;
     stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame, and
-    `message` says what happened. If every attempt, at least two, loses the program while its server runs a control
-    program well, the status is `code_error` (-9): what a program does to itself must not excuse it.
+    `message` says what happened. A program that takes its worker with it each time is a `code_error` (-9) if the server
+    says so: what a program does to itself must not excuse it.
     """
 
     status: Literal["ok", "code_error", "timeout", "sandbox_failure"]

@@ -87,6 +87,21 @@ def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run
         server.stop()
 
 
+async def test_program_that_takes_its_worker_with_it_late_is_to_blame_at_the_clients_next_attempt(server):
+    """Too late for the server to run it again within the same request, of which the client waits a share of 1 s."""
+    client = SandboxClient([server.url], queue_timeout_s=40, max_attempts=40)
+    call = asyncio.create_task(client.run("import time; time.sleep(9)", timeout_s=10))
+    killed: set[int] = set()
+    for _ in range(2):
+        program = await asyncio.to_thread(wait_for_program, server, but=killed)
+        killed.add(program.pid)
+        await asyncio.sleep(1.5)
+        program.parent().kill()
+    result = await call
+    assert (result.status, result.return_code, result.attempts) == ("code_error", -9, 2), result
+    await client.aclose()
+
+
 async def test_no_program_is_blamed_where_all_is_killed_twice_while_others_ask(server):
     """They have a new zygote started before the server has seen which end took the program with it."""
     client = SandboxClient([server.url], backoff_s=0.02)

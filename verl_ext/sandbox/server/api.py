@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field
 from verl_ext.sandbox.client import SERVER_NAME
 from verl_ext.sandbox.server.body import Bodies, HeldBytesError
 from verl_ext.sandbox.server.clients import Client, without_quotations
-from verl_ext.sandbox.server.connection import ZygoteEndedError
+from verl_ext.sandbox.server.connection import LostProgramError
 from verl_ext.sandbox.server.disk import MAX_DEPTH
 from verl_ext.sandbox.server.folders import SCRIPT, STDIN
 from verl_ext.sandbox.server.large import in_turn
@@ -40,7 +40,7 @@ RETRY_AFTER_S = 1
 PIECE_S = 10.0  # for a client to take one piece
 PIECE_BYTES = 3 << 16  # of a file in an answer; a multiple of 3, so that its base64 is that of the file
 # SandboxFusion's RunCodeResponse plus `queue_time` (s) and `session` ({call, alive}), and, for a SandboxError,
-# `blameless`: no program can have caused it.
+# `lost`: the program was lost; this server decides whose doing it was when it is sent again.
 NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
 NO_ANSWER |= {"executor_pod_name": None, "files": {}, "queue_time": None, "session": None}
 
@@ -204,7 +204,7 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
             return overloaded(exc, 503)
         except SandboxError as exc:
             logger.error("%s", without_quotations(exc))
-            why = {"message": str(exc), "blameless": isinstance(exc, ZygoteEndedError)}
+            why = {"message": str(exc), "lost": isinstance(exc, LostProgramError)}
             return web.json_response(NO_ANSWER | why), "sandbox_error"
         metrics.queue_time.observe(queue_time)
         metrics.run_time.observe(result["execution_time"])

@@ -26,11 +26,15 @@ class SandboxError(Exception):
 
 
 class LostProgramError(SandboxError):
-    """A worker died while it ran a program: a failure of the sandbox, unless the program does it again."""
+    """A program was lost with its worker: a failure of the sandbox, unless the program does it each time."""
 
 
-class ZygoteEndedError(SandboxError):
-    """A worker died, or did not start, because its zygote was killed from outside: no program is to blame."""
+class WorkerFailedError(Exception):
+    """A worker met an error and ends. `lost`: a program that ran may be the cause."""
+
+    def __init__(self, message: str, *, lost: bool) -> None:
+        super().__init__(message)
+        self.lost = lost
 
 
 class Worker:
@@ -58,8 +62,12 @@ class Worker:
         self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
         self._pidfd = os.pidfd_open(self.pid)
 
-    async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
-        """Send a request; return the answer's header and the bytes after it. Raises OSError or EOFError."""
+    async def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request; return the answer. Raises OSError, EOFError, or WorkerFailedError with the worker's message.
+
+        An answer that is none raises anything.
+        """
+        self.started = False
         names = list(dict.fromkeys(request["fetch_files"]))
         body = os.memfd_create("request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -68,22 +76,22 @@ class Worker:
             # No limit counts the file, and a session can keep it open or mapped: so it cannot grow, and ends up empty.
             fcntl.fcntl(body, fcntl.F_ADD_SEALS, SEALED)
             await send_fd(self.connection, b"\0", body)
-            header = await self._receive_answer(names)
-            if "error" not in header:
-                await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
+            header = await self._receive_header(names)
+            await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
             received, self._received = self._received, bytearray()  # an idle worker holds no answer
-            return header, received
+            return with_blobs(header, received)
         finally:
             self.started = bool(fcntl.fcntl(body, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL)
             with contextlib.suppress(PermissionError):  # without seccomp, a program can prevent it
                 os.ftruncate(body, 0)
             os.close(body)
 
-    async def _receive_answer(self, names: list[str]) -> dict[str, Any]:
+    async def _receive_header(self, names: list[str]) -> dict[str, Any]:
         """Receive the header of an answer about the files `names`; the bytes after it stay in `_received`."""
         await self._receive_up_to(LENGTH.size)
         if LENGTH.unpack_from(self._received)[0]:
-            return await self._receive_message()
+            message = await self._receive_message()
+            raise WorkerFailedError(message["error"], lost=message["lost"])
         await self._receive_up_to(LENGTH.size + RESULT.size)
         result = RESULT.unpack_from(self._received, LENGTH.size)
         timed_out, return_code, execution_time, stdout, stdout_total, stderr, stderr_total, alive, spent = result

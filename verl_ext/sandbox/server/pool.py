@@ -27,10 +27,9 @@ from verl_ext.sandbox.server.connection import (
     LostProgramError,
     SandboxError,
     Worker,
-    ZygoteEndedError,
+    WorkerFailedError,
     digest,
     send_fd,
-    with_blobs,
 )
 from verl_ext.sandbox.server.orphans import kill_below, kill_orphans
 from verl_ext.sandbox.server.wire import STALL_S
@@ -45,7 +44,10 @@ CONTROL = {"code": CONTROL_PROGRAM, "stdin": None, "run_timeout": 5.0, "memory_l
 CONTROL |= {"fetch_files": [], "echo_last_expression": False}
 CONTROL_S = 1.5  # for the control program that runs after a program was lost
 ZYGOTE_END_S = 0.3  # for the end of a zygote, which takes its workers with it, to show
-MAX_REMEMBERED = 1024  # programs that were lost once
+# So many losses of a program in a row are its own doing. Without isolation another program can kill its worker, so it
+# takes more, each in another attempt of the client (`max_attempts`), after a pause.
+LOSSES_TO_BLAME, LOSSES_WITHOUT_ISOLATION = 2, 4
+MAX_REMEMBERED = 1024  # programs that were lost
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
 # Not scipy: with it every fork costs more, even for a program that does not use it (docs/guides/sandbox.md).
@@ -124,7 +126,7 @@ class Pool:
         }
         self.layers: list[str] = []  # as the newest worker reported
         self.off: dict[str, str] = {}
-        self._lost: dict[bytes, None] = {}  # programs that were lost once, by hash, oldest first
+        self._losses: dict[bytes, int] = {}  # in a row, of programs by hash, the newest last
         self._removals: set[asyncio.Task] = set()  # of what dead workers left behind
         # Numbers of workers, which give programs their users (isolation.py). They start at random, because programs of
         # another server on this machine must not share limits that count by user, such as RLIMIT_NPROC.
@@ -160,7 +162,7 @@ class Pool:
     async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
 
-        A program whose worker died or failed is run again. If the second worker also dies or fails while a control
+        A program whose worker died or failed is run again. If the next worker also dies or fails while a control
         program runs well, the program is to blame: it counts as killed (return code -9).
 
         Args:
@@ -172,37 +174,34 @@ class Pool:
             files {path: memoryview}, not_fetched {path: why}, alive (the session continues).
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
-            ZygoteEndedError: see there; not raised if a program could have caused it.
+            LostProgramError: the program was lost, not yet often enough to be blamed.
         """
-        started = time.monotonic()
-        try:
-            return await self._ended(request)
-        except LostProgramError as first:
-            failure = first
-        if self._options["isolation"] == "none":  # any program may kill what it likes: a loss says nothing about one
-            raise failure
-        program = digest(request)
-        if program not in self._lost:
-            self._lost[program] = None
-            if len(self._lost) > MAX_REMEMBERED:
-                self._lost.pop(next(iter(self._lost)))
-            if time.monotonic() - started > spare_s:
-                raise failure
+        started, is_isolated = time.monotonic(), self._options["isolation"] != "none"
+        while True:
             try:
-                return await self._ended(request)
-            except LostProgramError as second:
-                failure = second
+                result = await self._execute(request)
+            except LostProgramError as exc:
+                failure, losses = exc, self._count_loss(request)
+            else:
+                if self._losses:  # earlier ones were not its doing
+                    self._losses.pop(digest(request), None)
+                return result
+            if losses >= (LOSSES_TO_BLAME if is_isolated else LOSSES_WITHOUT_ISOLATION):
+                break
+            if not is_isolated or time.monotonic() - started > spare_s:
+                raise failure
         if why := await self._control():
             raise SandboxError(f"{failure}; a control program failed, too: {why}") from failure
-        stderr = "Killed: the process that ran this program died with it, twice\n"
+        stderr = f"Killed: the process that ran this program died with it, {losses} times\n"
         return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
 
-    async def _ended(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of a program that is not lost, and forget an earlier loss, which was not its doing."""
-        result = await self._execute(request)
-        if self._lost:
-            self._lost.pop(digest(request), None)
-        return result
+    def _count_loss(self, request: dict[str, Any]) -> int:
+        """Remember a loss; return how many that makes in a row."""
+        program = digest(request)
+        losses = self._losses[program] = self._losses.pop(program, 0) + 1
+        if len(self._losses) > MAX_REMEMBERED:
+            self._losses.pop(next(iter(self._losses)))
+        return losses
 
     async def _execute(self, request: dict[str, Any]) -> dict[str, Any]:
         worker = await self.take_worker()
@@ -244,27 +243,26 @@ class Pool:
         the time limit, while a control program runs well, the program counts as stopped at that limit.
         """
         try:
-            header, blobs = await within(request["run_timeout"] + WORKER_GRACE_S, worker.call(request))
-        except (OSError, EOFError) as exc:  # TimeoutError is an OSError
-            removal = self._discard(worker)
-            if isinstance(exc, TimeoutError):  # the disk may be hanging: the removal is not awaited
-                failure = SandboxError("the worker that ran the program did not answer")
-                if not worker.started:
-                    raise failure from exc
-                if why := await self._control():
-                    raise SandboxError(f"{failure}; a control program failed, too: {why}") from exc
-                stderr = "Killed: it did not end at its time limit\n"
-                return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}
-            await removal
-            message = f"the worker that ran the program died ({exc})"
-            if await _has_ended(worker.zygote):
-                raise self._zygote_ended(message) from exc
-            raise (LostProgramError if worker.started else SandboxError)(message) from exc
-        if "error" in header:
-            raise (LostProgramError if worker.started and header["lost"] else SandboxError)(header["error"])
-        if header["spent"]:
+            result = await within(request["run_timeout"] + WORKER_GRACE_S, worker.call(request))
+        except TimeoutError as exc:
+            self._discard(worker)  # the disk may be hanging: this is not awaited
+            failure = SandboxError("the worker that ran the program did not answer")
+            if not worker.started:
+                raise failure from exc
+            if why := await self._control():
+                raise SandboxError(f"{failure}; a control program failed, too: {why}") from exc
+            stderr = "Killed: it did not end at its time limit\n"
+            return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}
+        except WorkerFailedError as exc:
+            raise self._loss(worker, str(exc), by_program=exc.lost) from exc
+        except Exception as exc:  # its socket closed; or it sent what no worker sends, perhaps by the program's doing
+            await self._discard(worker)
+            by_program = not await _has_ended(worker.zygote) or not self._zygote_is_safe()
+            message = f"the worker that ran the program died ({exc or type(exc).__name__})"
+            raise self._loss(worker, message, by_program=by_program) from exc
+        if result["spent"]:
             self._discard(worker)
-        return with_blobs(header, blobs)
+        return result
 
     def _discard(self, worker: Worker) -> asyncio.Task:
         """Kill a worker that can take no request; the returned task removes its processes and files in its place."""
@@ -276,14 +274,16 @@ class Pool:
         removal.add_done_callback(self._removals.discard)
         return removal
 
-    def _zygote_ended(self, message: str) -> SandboxError:
-        """Return the error for a worker that died with its zygote: a ZygoteEndedError if no program can cause that.
+    def _loss(self, worker: Worker, message: str, *, by_program: bool) -> SandboxError:
+        """Return the error for a worker that can give no answer: a LostProgramError if its program may be the cause."""
+        return (LostProgramError if by_program and worker.started else SandboxError)(message)
+
+    def _zygote_is_safe(self) -> bool:
+        """Return whether no program can end the zygote, so that its end excuses the program that it takes with it.
 
         The filter allows no fork, and signals only within the program's own namespace or to the program itself.
-        Without it the client counts this failure like any other, so that no program can excuse itself by it.
         """
-        is_safe = "seccomp" in self.layers and not self._options["allow_subprocess"]
-        return (ZygoteEndedError if is_safe else SandboxError)(message)
+        return "seccomp" in self.layers and not self._options["allow_subprocess"]
 
     async def close(self) -> None:
         """Stop the zygote, which first waits for the end of every program, and remove all files."""
@@ -323,7 +323,8 @@ class Pool:
                 await _kill_zygote(worker.zygote, f"it forked no worker within {START_GRACE_S:g} s")
                 raise SandboxError(message) from exc
             if isinstance(exc, OSError | EOFError):
-                raise (self._zygote_ended if await _has_ended(worker.zygote) else SandboxError)(message) from exc
+                await _has_ended(worker.zygote)  # so that the next request starts another
+                raise SandboxError(message) from exc
             raise
         return worker
 

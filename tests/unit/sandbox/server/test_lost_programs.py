@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import signal
 import socket
@@ -14,10 +15,11 @@ import psutil
 import pytest
 
 from tests.unit.sandbox.machines import needs_root
-from tests.unit.sandbox.server.test_pool import my_processes, request, stdout, wait_until
+from tests.unit.sandbox.server.test_pool import my_processes, request, stdout, wait_until, workers, zygote
 from verl_ext.sandbox.server import connection
 from verl_ext.sandbox.server import pool as pool_module
-from verl_ext.sandbox.server.pool import LostProgramError, Pool, SandboxError, ZygoteEndedError
+from verl_ext.sandbox.server.pool import LostProgramError, Pool, SandboxError
+from verl_ext.sandbox.server.wire import LENGTH
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(30)"
 
@@ -32,43 +34,24 @@ async def pool(monkeypatch) -> AsyncIterator[Pool]:
     await pool.close()
 
 
-async def begun(worker: int) -> None:
-    """Wait until the worker runs its program, having sealed the request: from then on the program may be to blame."""
-    await wait_until(lambda: len(my_processes()) == 3)  # zygote, worker, program
-    await wait_until(lambda: psutil.Process(worker).status() == psutil.STATUS_SLEEPING)
+async def begin(pool: Pool, run_timeout: float = 30, **options: float) -> tuple[asyncio.Task, psutil.Process]:
+    """Return the request and its worker, once the worker has sealed it: from then on the program may be to blame."""
+    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout), **options))
+    return task, await running_worker()
+
+
+async def running_worker() -> psutil.Process:
+    await wait_until(lambda: any(worker.children() for worker in workers()))
+    worker = next(worker for worker in workers() if worker.children())
+    await wait_until(lambda: worker.status() == psutil.STATUS_SLEEPING)
+    return worker
 
 
 async def lose(pool: Pool, number: signal.Signals = signal.SIGKILL, **options: float) -> dict:
     """Signal the worker as soon as it runs a program."""
-    pid = pool._idle[-1].pid
-    run_timeout = 30 if number == signal.SIGKILL else 2
-    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout), **options))
-    await begun(pid)
-    os.kill(pid, number)
+    task, worker = await begin(pool, **options)
+    worker.send_signal(number)
     return await task
-
-
-async def test_late_loss_is_a_failure_of_the_sandbox_once_and_then_the_programs(pool):
-    with pytest.raises(LostProgramError, match=r"the worker that ran the program died \(its socket closed\)"):
-        await lose(pool)
-    await stdout(pool, "pass")
-    result = await lose(pool)
-    assert (result["status"], result["return_code"], result["stdout"]) == ("Finished", -9, "")
-    assert "died with it, twice" in result["stderr"]
-    assert await stdout(pool, "print(1)") == "1\n"
-
-
-async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, monkeypatch):
-    with pytest.raises(LostProgramError):
-        await lose(pool)
-    await stdout(pool, "pass")
-
-    async def control() -> str:
-        return "no worker"
-
-    monkeypatch.setattr(pool, "_control", control)
-    with pytest.raises(SandboxError, match=r"died .*; a control program failed, too: no worker"):
-        await lose(pool)
 
 
 def kill_all() -> None:
@@ -80,93 +63,155 @@ def kill_all() -> None:
         time.sleep(0.01)
 
 
+def assert_blamed(result: dict) -> None:
+    assert (result["status"], result["return_code"], result["stdout"]) == ("Finished", -9, "")
+    assert "died with it, 2 times" in result["stderr"]
+
+
+async def test_late_loss_is_a_failure_of_the_sandbox_once_and_then_the_programs(pool):
+    with pytest.raises(LostProgramError, match=r"the worker that ran the program died \(its socket closed\)"):
+        await lose(pool)
+    await stdout(pool, "pass")
+    assert_blamed(await lose(pool))
+    assert await stdout(pool, "print(1)") == "1\n"
+
+
+async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, monkeypatch):
+    with pytest.raises(LostProgramError):
+        await lose(pool)
+    await stdout(pool, "pass")
+    monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
+    task, worker = await begin(pool)
+    zygote().suspend()  # so that the control program gets no worker
+    worker.kill()
+    with pytest.raises(SandboxError, match=r"died .*; a control program failed, too: it did not end within 0.5 s"):
+        await task
+    zygote().resume()
+
+
 async def test_loss_with_the_zygote_is_the_sandboxs_though_the_next_request_has_started_another(pool):
     for _ in range(2):
-        task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=30), spare_s=60))
-        await wait_until(lambda: len(my_processes()) == 3)
+        task, _ = await begin(pool, spare_s=60)
         kill_all()
-        await wait_until(lambda: pool._zygote.poll() is not None)
         assert await stdout(pool, "print(1)") == "1\n"
-        with pytest.raises(ZygoteEndedError):
+        with pytest.raises(SandboxError) as error:
             await task
+        assert not isinstance(error.value, LostProgramError)
 
 
 async def test_worker_that_has_outlived_its_zygote_runs_no_program(pool):
     """Otherwise its zygote's earlier end would excuse a program that kills the worker."""
-    worker, zygote = pool._idle[-1], pool._zygote
-    zygote.kill()
-    await wait_until(lambda: zygote.poll() is not None)
-    assert worker.is_alive() and await stdout(pool, "print(1)") == "1\n"
-    assert pool._idle[-1] is not worker
+    (worker,) = workers()
+    zygote().kill()
+    await wait_until(lambda: not worker.is_running() or worker.ppid() == os.getpid() or worker.ppid() == 1)
+    assert worker.is_running() and await stdout(pool, "print(1)") == "1\n"
+    assert worker.pid not in [other.pid for other in workers()]
     with pytest.raises(LostProgramError):
         await lose(pool)
 
 
-@pytest.mark.parametrize(("options", "error"), [({}, ZygoteEndedError), ({"allow_subprocess": True}, SandboxError)])
-async def test_only_what_no_program_can_have_done_is_nobodys(options, error):
+@pytest.mark.parametrize("can_fork", [False, True])
+async def test_end_of_the_zygote_excuses_a_program_unless_one_can_cause_it(can_fork):
     """Programs that fork may fill the machine's memory, until the kernel kills zygotes."""
-    pool = Pool(workers=1, max_output_bytes=1000, preload=(), **options)
+    pool = Pool(workers=1, max_output_bytes=1000, preload=(), allow_subprocess=can_fork)
     try:
-        await stdout(pool, "pass")
-        worker = await pool.take_worker()
-        for ask in (lambda: pool.call(worker, request(SLEEP) | {"session": False}), lambda: pool.execute(request("1"))):
-            pool._zygote.send_signal(signal.SIGSTOP)  # or it might start a worker that outlives it
-            task = asyncio.create_task(ask())
-            await asyncio.sleep(0)  # it has sent what it asks
+        for had_before in (False, True):
+            await stdout(pool, "pass")
+            task, _ = await begin(pool)
             kill_all()
-            with pytest.raises(SandboxError) as raised:
+            if can_fork and had_before:
+                assert_blamed(await task)
+                break
+            with pytest.raises(SandboxError) as error:
                 await task
-            assert type(raised.value) is error
-            pool._start_zygote()
+            assert isinstance(error.value, LostProgramError) == can_fork
     finally:
         await pool.close()
 
 
-async def test_loss_with_the_zygote_is_nobodys_but_the_sandboxs(pool):
-    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=5), spare_s=60))
-    await wait_until(lambda: len(my_processes()) == 3)
-    started = time.monotonic()
+async def test_request_that_found_no_zygote_was_not_lost(pool):
+    """Whatever programs can do to a zygote: this one has not begun."""
+    worker = await pool.take_worker()  # the idle one
+    zygote().suspend()
+    task = asyncio.create_task(pool.execute(request("1")))
+    await asyncio.sleep(0)  # it has asked for another worker
     kill_all()
-    with pytest.raises(SandboxError) as error:
+    started = time.monotonic()
+    with pytest.raises(SandboxError, match="did not start a worker") as error:
         await task
     assert not isinstance(error.value, LostProgramError)
     assert time.monotonic() - started < 3
+    worker.close()
 
 
-async def test_worker_that_fails_with_a_running_program_twice_is_no_failure_of_the_sandbox(pool, monkeypatch):
-    """For example, by what the program did to its own files; failing to set a program up is never its own doing."""
-    real, failures = connection.Worker.call, []
+def speak_for(worker: psutil.Process, said: bytes) -> None:
+    """Send something to the server as the worker would: on its socket, which this process takes from it."""
+    pidfd = os.pidfd_open(worker.pid)
+    (theirs,) = [
+        int(name)
+        for name in os.listdir(f"/proc/{worker.pid}/fd")
+        if os.readlink(f"/proc/{worker.pid}/fd/{name}").startswith("socket:")
+    ]
+    fd = ctypes.CDLL(None, use_errno=True).syscall(438, pidfd, theirs, 0)  # pidfd_getfd
+    assert fd >= 0, os.strerror(ctypes.get_errno())
+    with socket.socket(fileno=fd) as connection:
+        connection.sendall(said)
+    os.close(pidfd)
 
-    async def call(self, request: dict) -> tuple[dict, bytes]:
-        if b"begun" in request["code"].encode():
-            self.started = True
-            failures.append(1)
-            return {"error": "ValueError: seen", "lost": lost}, b""
-        return await real(self, request)
 
-    monkeypatch.setattr(connection.Worker, "call", call)
-    lost = True
-    result = await pool.execute(request(SLEEP), spare_s=60)
-    assert (result["status"], result["return_code"], len(failures)) == ("Finished", -9, 2)
-    lost = False
-    with pytest.raises(SandboxError, match="ValueError: seen") as error:
-        await pool.execute(request(SLEEP), spare_s=60)
+def message(**fields: object) -> bytes:
+    text = json.dumps(fields).encode()
+    return LENGTH.pack(len(text)) + text
+
+
+FAILED = "OSError: seen"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "said",
+    [message(error=FAILED, lost=True), message(other=1), LENGTH.pack(3) + b"no!", LENGTH.pack(3) + b"[1]"],
+    ids=["says so", "other message", "no JSON", "list"],
+)
+async def test_worker_that_fails_with_a_running_program_twice_is_no_failure_of_the_sandbox(pool, said):
+    """For example, by what the program did to its own files."""
+    task, worker = await begin(pool, spare_s=60)
+    speak_for(worker, said)
+    await wait_until(lambda: worker.pid not in [other.pid for other in workers()])
+    speak_for(await running_worker(), said)
+    assert_blamed(await task)
+    assert await stdout(pool, "print(1)") == "1\n"
+
+
+@needs_root
+async def test_failure_to_set_a_program_up_is_never_the_programs(pool):
+    task, worker = await begin(pool, spare_s=60)
+    speak_for(worker, message(error=FAILED, lost=False))
+    with pytest.raises(SandboxError, match=FAILED) as error:
+        await task
     assert not isinstance(error.value, LostProgramError)
 
 
-async def test_without_isolation_no_loss_is_blamed_on_a_program():
+async def test_without_isolation_no_program_is_blamed_for_its_first_losses_nor_after_it_ran_well(tmp_path):
+    """Any program may kill what it likes: a loss says little about one. But it is not lost each time by others."""
     pool = Pool(workers=1, max_output_bytes=1000, preload=(), isolation="none")
+    well = tmp_path / "well"
+    code = f"import os, time; os.path.exists({str(well)!r}) or (os.kill(os.getppid(), 9), time.sleep(9))"
     try:
-        for _ in range(3):
-            with pytest.raises(SandboxError, match="died"):
-                await pool.execute(request("import os, time; os.kill(os.getppid(), 9); time.sleep(9)"), spare_s=60)
+        for _ in range(2):
+            for _ in range(3):
+                with pytest.raises(LostProgramError, match="died"):
+                    await pool.execute(request(code), spare_s=60)
+            well.touch()
+            assert (await pool.execute(request(code)))["return_code"] == 0
+            well.unlink()
     finally:
         await pool.close()
 
 
 async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):
     started = time.monotonic()
-    result = await lose(pool, signal.SIGSTOP)
+    result = await lose(pool, signal.SIGSTOP, run_timeout=2)
     assert (result["status"], result["return_code"]) == ("TimeLimitExceeded", None)
     assert time.monotonic() - started < 2 + 0.5 + 5
     assert pool.restarts["worker"] == 1
@@ -176,14 +221,12 @@ async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):
 
 async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
-    worker = pool._idle[-1].pid
-    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=2)))
-    await begun(worker)
+    monkeypatch.setattr(pool_module, "STOP_GRACE_S", 0.5)
+    task, _ = await begin(pool, run_timeout=2)
     for process in my_processes():
         process.suspend()
     with pytest.raises(SandboxError, match="did not answer; a control program failed, too: "):
         await task
-    await pool_module._kill_zygote(pool._zygote, "it is suspended")
 
 
 @needs_root
@@ -194,7 +237,7 @@ async def test_zygote_that_hangs_with_a_worker_that_does_not_end_holds_up_nobody
     worker = await pool.take_worker()
     assert libc.ptrace(0x4206, worker.pid, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
     try:
-        pool._zygote.send_signal(signal.SIGSTOP)
+        zygote().suspend()
         call, longest_s, before = asyncio.create_task(pool.execute(request("pass"))), 0.0, time.monotonic()
         while not call.done():
             await asyncio.sleep(0.01)

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.unit.sandbox.server_process import root_of
 from verl_ext.sandbox.server import pool as pool_module
 from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, SandboxError
 
@@ -29,7 +30,7 @@ async def stdout(pool: Pool, code: str) -> str:
     return (await pool.execute(request(code)))["stdout"]
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -47,6 +48,15 @@ def my_processes() -> list[psutil.Process]:
     return found
 
 
+def zygote() -> psutil.Process:
+    """Return the pool's zygote, of which all else descends."""
+    return my_processes()[0]
+
+
+def workers() -> list[psutil.Process]:
+    return [process for process in zygote().children() if process.status() != psutil.STATUS_ZOMBIE]
+
+
 async def assert_sandbox_error(call: Awaitable[dict], match: str, within_s: float) -> None:
     started = time.monotonic()
     with pytest.raises(SandboxError, match=match):
@@ -57,7 +67,7 @@ async def assert_sandbox_error(call: Awaitable[dict], match: str, within_s: floa
 async def test_worker_that_hangs_is_replaced(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "WORKER_GRACE_S", 0.3)
     assert await stdout(pool, "print(1)") == "1\n"
-    os.kill(pool._idle[0].pid, signal.SIGSTOP)
+    workers()[0].suspend()
     await assert_sandbox_error(pool.execute(request("print(1)", run_timeout=0.2)), "did not answer", within_s=3)
     await wait_until(lambda: len(my_processes()) == 1)  # the zygote
     assert await stdout(pool, "print(1)") == "1\n"
@@ -72,12 +82,12 @@ async def test_worker_ends_when_the_server_dies_within_a_request(pool):
 
 
 async def test_zygote_that_hangs_is_replaced(pool, monkeypatch):
+    await pool.take_worker()
     monkeypatch.setattr(pool_module, "START_GRACE_S", 0.3)
-    pool._start_zygote()
-    zygote = pool._zygote
-    zygote.send_signal(signal.SIGSTOP)
+    hung = zygote()
+    hung.suspend()
     await assert_sandbox_error(pool.execute(request("print(1)")), "did not start a worker", within_s=3)
-    assert zygote.poll() == -signal.SIGKILL
+    await wait_until(lambda: hung not in my_processes())
     monkeypatch.undo()
     assert await stdout(pool, "print(1)") == "1\n"
 
@@ -118,11 +128,11 @@ async def test_answers_of_concurrent_requests_are_not_mixed(pool):
 
 
 async def test_many_requests_leave_no_process_file_or_descriptor(pool):
-    def count() -> tuple[int, list[int], list[str]]:
+    def count() -> tuple[int, list[int], list[Path]]:
         return (
             len(os.listdir("/proc/self/fd")),
             sorted(process.num_fds() for process in my_processes()),
-            list(pool._root.rglob("*")),
+            list(root_of(my_processes()).rglob("*")),
         )
 
     codes = ["print(1)", "1/0", "open('a', 'w')", "import os; os.fork()", "import os; os.abort()"]
@@ -140,7 +150,8 @@ async def test_many_requests_leave_no_process_file_or_descriptor(pool):
 async def test_close_removes_all_files_and_processes():
     pool = Pool(workers=1, max_output_bytes=100, preload=())
     assert await stdout(pool, "print(1)") == "1\n"
-    assert pool._root.is_dir()
+    root = root_of(my_processes())
+    assert root.is_dir()
     await pool.close()
-    assert not pool._root.exists()
+    assert not root.exists()
     assert not my_processes()
