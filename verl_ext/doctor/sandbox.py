@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
-from verl_ext.sandbox.client import ANSWER_GRACE_S, SandboxClient
+from verl_ext.sandbox.client import SandboxClient
+from verl_ext.sandbox.limits import ANSWER_GRACE_S
 from verl_ext.sandbox.load import Load, load
 from verl_ext.sandbox.probe import Busy, NotWell, probe
 

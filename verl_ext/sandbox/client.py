@@ -9,24 +9,26 @@ import json
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+from verl_ext.sandbox.limits import (
+    ANSWER_GRACE_S,
+    CONTROL_OUTPUT,
+    CONTROL_PROGRAM,
+    MAX_ATTEMPTS,
+    SERVER_NAME,
+    TOKEN_VARIABLE,
+)
 from verl_ext.sandbox.recovery import Recovery
 from verl_ext.sandbox.result import RunResult
+from verl_ext.sandbox.servers import Servers
 
-# In the header `Server` of our server's answers: only our server can do what goes beyond SandboxFusion's contract.
-SERVER_NAME = "verl-retool-sandbox"
-# Time beyond queueing and running before an attempt counts as lost. It exceeds the server's own grace
-# (pool.WORKER_GRACE_S), so that it is the server that reports a lost program.
-ANSWER_GRACE_S = 8.0
-MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0
-CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"  # harms nothing, and shows whether a sandbox works
 CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
 
 
@@ -57,7 +59,7 @@ class SandboxClient:
         urls: Sequence[str],
         *,
         max_concurrency: int = 64,
-        max_attempts: int = 4,
+        max_attempts: int = MAX_ATTEMPTS,
         backoff_s: float = 0.25,
         queue_timeout_s: float = 60.0,
         token: str | None = None,
@@ -68,15 +70,12 @@ class SandboxClient:
         if max_concurrency < 1 or max_attempts < 1:
             raise ValueError(f"expected at least 1, got {max_concurrency=}, {max_attempts=}")
         self._urls = [url.rstrip("/") for url in urls]
-        self._in_flight, self._refusals = [0] * len(urls), [0] * len(urls)  # refusals in a row
-        self._rests_until = [0.0] * len(self._urls)
+        self._servers = Servers(len(urls), backoff_s)
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._max_attempts, self._backoff_s = max_attempts, backoff_s
-        self._queue_timeout_s, self._acquire = queue_timeout_s, acquire
+        self._max_attempts, self._queue_timeout_s, self._acquire = max_attempts, queue_timeout_s, acquire
         self._headers = authorization(token)
         self._http: aiohttp.ClientSession | None = None
         self._sessions: dict[str, _Session] = {}
-        self._have_answered: set[int] = set()  # servers
         self._recovery = Recovery(self._is_one_sound)
 
     async def run(
@@ -134,56 +133,74 @@ class SandboxClient:
         failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
         server = attempts = tries = 0  # tries: since a server was away
         while True:
-            pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
-            if attempts and time.monotonic() + pause_s + timeout_s >= deadline:
-                failure = _InfrastructureFailure(f"{failure}; no time left to try again")
-                break
-            if tries == self._max_attempts:
-                if session or not self._have_answered or not await self._recovery.wait(deadline - timeout_s):
-                    break
-                tries, failed_servers = 0, set()
-                continue
             if attempts:
+                pause_s = max(self._servers.pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
+                if time.monotonic() + pause_s + timeout_s >= deadline:
+                    failure = _InfrastructureFailure(f"{failure}; no time left to try again")
+                    break
+                if tries == self._max_attempts:
+                    if session or not await self._is_back(deadline - timeout_s):
+                        break
+                    tries, failed_servers = 0, set()
+                    continue
                 await asyncio.sleep(pause_s)
-            waited_from, obstacle = time.monotonic(), "no free slot of this client"
             try:
-                async with asyncio.timeout(deadline - timeout_s - waited_from) as waiting, self._slots:
-                    obstacle = "the rate limit let no request through"
-                    if self._acquire:
-                        await self._acquire()
-                    waiting.reschedule(None)
-                    waited_s = time.monotonic() - waited_from
+                async with self._turn(deadline - timeout_s) as waited_s:
                     attempts, tries = attempts + 1, tries + 1
                     if not failure.is_lost:  # else the same server decides
-                        server = self._least_busy(failed_servers)
+                        server = self._servers.least_busy(failed_servers)
                     if session:
                         session.server = server = server if session.server is None else session.server
                     result = await self._attempt(server, body, deadline, waited_s, attempts, session)
-                    self._refusals[server], self._rests_until[server] = 0, 0.0
-                    self._have_answered.add(server)
+                    self._servers.answers(server)
                     return result
-            except TimeoutError:
-                failure = _InfrastructureFailure(f"{obstacle} for {time.monotonic() - waited_from:.1f} s")
+            except _NoTurnError as exc:
+                failure = exc
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
                 failed_servers.add(server)
-                now, hangs = time.monotonic(), isinstance(exc.__cause__, TimeoutError)
-                if (hangs or not exc.may_have_run) and now >= self._rests_until[server]:
-                    self._refusals[server] += 1
-                    self._rests_until[server] = now + self._pause_s(self._refusals[server]) + hangs * timeout_s
+                if isinstance(exc.__cause__, TimeoutError):
+                    self._servers.refuses(server, timeout_s)
+                elif not exc.may_have_run:
+                    self._servers.refuses(server)
                 if session and exc.may_have_run:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, deadline: float) -> AsyncIterator[float]:
+        """Wait until another request may go, and count it as in flight for the length of the block.
+
+        Yields:
+            the seconds waited.
+        Raises:
+            _NoTurnError: there was none by `deadline`.
+        """
+        started, obstacle = time.monotonic(), "no free slot of this client"
+        try:
+            async with asyncio.timeout(deadline - started) as waiting, self._slots:
+                obstacle = "the rate limit let no request through"
+                if self._acquire:
+                    await self._acquire()
+                waiting.reschedule(None)
+                yield time.monotonic() - started
+        except TimeoutError:
+            raise _NoTurnError(f"{obstacle} for {time.monotonic() - started:.1f} s") from None
+
+    async def _is_back(self, deadline: float) -> bool:
+        """Wait, if servers have answered before, until one does again; return whether one did by `deadline`."""
+        return bool(self._servers.have_answered) and await self._recovery.wait(deadline)
+
     async def _is_one_sound(self) -> bool:
-        servers = list(self._have_answered)
+        """Return whether a server that has answered before runs the control program; let those that do rest no more."""
+        servers = list(self._servers.have_answered)
         sound = await asyncio.gather(*map(self._is_sound, servers))
         for server, is_sound in zip(servers, sound, strict=True):
             if is_sound:
-                self._refusals[server], self._rests_until[server] = 0, 0.0
+                self._servers.answers(server)
         return any(sound)
 
     async def _is_sound(self, server: int) -> bool:
@@ -221,31 +238,9 @@ class SandboxClient:
         # The remaining waiting time is shared equally between this attempt and each possible later one.
         spare_s = deadline - time.monotonic() - body["run_timeout"]
         queue_s = max(spare_s / (max(self._max_attempts - attempt, 0) + 1), 0.01)
-        timeout_s = min(queue_s + body["run_timeout"] + ANSWER_GRACE_S, deadline - time.monotonic())
-        self._in_flight[server] += 1
-        try:
-            async with self._open_http().post(
-                url,
-                json=body | {"queue_timeout": queue_s},
-                timeout=aiohttp.ClientTimeout(total=max(timeout_s, 0.01)),
-            ) as response:
-                status, headers, content = response.status, response.headers, await response.read()
-        except aiohttp.ClientConnectorError as exc:
-            raise _InfrastructureFailure(f"{url}: {exc}", may_have_run=False) from exc
-        except TimeoutError as exc:
-            raise _InfrastructureFailure(f"{url} did not answer within {timeout_s:.1f} s") from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            raise _InfrastructureFailure(f"{url}: {exc or type(exc).__name__}") from exc
-        finally:
-            self._in_flight[server] -= 1
-        if status != 200:
-            text = content.decode(errors="replace")[:500]
-            if 400 <= status < 500 and status not in (408, 429):
-                raise ValueError(f"{url} rejected the request with HTTP {status}: {text}")
-            may_have_run = status not in (429, 503, 504)
-            raise _InfrastructureFailure(
-                f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=may_have_run
-            )
+        timeout_s = max(min(queue_s + body["run_timeout"] + ANSWER_GRACE_S, deadline - time.monotonic()), 0.01)
+        with self._servers.request(server):
+            headers, content = await self._post(url, body | {"queue_timeout": queue_s}, timeout_s)
         if ("session_id" in body or "echo_last_expression" in body) and headers.get("Server") != SERVER_NAME:
             raise ValueError(
                 f"{url} is answered by {headers.get('Server')!r}, but only {SERVER_NAME} (verl_ext.sandbox.server) has "
@@ -263,21 +258,32 @@ class SandboxClient:
                 result = replace(result, session_ended=True)
         return result
 
-    def _pause_s(self, failures: int) -> float:
-        return min(self._backoff_s * 2 ** (failures - 1), MAX_BACKOFF_S)
+    async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> tuple[Mapping[str, str], bytes]:
+        """Return headers and content of the answer.
 
-    def _least_busy(self, failed: set[int]) -> int:
-        """Return a server with the fewest calls in flight, at random among equals; failed or resting ones come last.
-
-        A dead server fails fast, so by calls in flight only it would get most of them. If all servers that do not rest
-        have failed a call, one that has refused none gets it again.
+        Raises:
+            ValueError: HTTP 4xx.
+            _InfrastructureFailure: no answer, or another HTTP status.
         """
-        servers = set(range(len(self._urls)))
-        awake = {server for server in servers if self._rests_until[server] <= time.monotonic()}
-        open_ = {server for server in servers if not self._refusals[server]}
-        candidates = (awake - failed) or open_ or (servers - failed) or servers
-        fewest = min(self._in_flight[server] for server in candidates)
-        return random.choice([server for server in candidates if self._in_flight[server] == fewest])
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._open_http().post(url, json=body, timeout=timeout) as response:
+                status, headers, content = response.status, response.headers, await response.read()
+        except aiohttp.ClientConnectorError as exc:
+            raise _InfrastructureFailure(f"{url}: {exc}", may_have_run=False) from exc
+        except TimeoutError as exc:
+            raise _InfrastructureFailure(f"{url} did not answer within {timeout_s:.1f} s") from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            raise _InfrastructureFailure(f"{url}: {exc or type(exc).__name__}") from exc
+        if status == 200:
+            return headers, content
+        text = content.decode(errors="replace")[:500]
+        if 400 <= status < 500 and status not in (408, 429):
+            raise ValueError(f"{url} rejected the request with HTTP {status}: {text}")
+        may_have_run = status not in (429, 503, 504)
+        raise _InfrastructureFailure(
+            f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=may_have_run
+        )
 
     def _open_http(self) -> aiohttp.ClientSession:
         """Return the HTTP session, made on the first call because it belongs to the event loop that runs then."""
@@ -312,6 +318,10 @@ class _InfrastructureFailure(Exception):
         self.retry_after_s, self.may_have_run, self.is_lost = retry_after_s, may_have_run, is_lost
 
 
+class _NoTurnError(_InfrastructureFailure):
+    """No further request could go in time."""
+
+
 def _failure(message: str, attempts: int = 0) -> RunResult:
     return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, attempts, message)
 
@@ -322,7 +332,7 @@ def authorization(token: str | None = None) -> dict[str, str]:
     Raises:
         ValueError: no header can carry the token. The message does not quote it.
     """
-    token = (token or os.environ.get("SANDBOX_TOKEN", "")).strip()  # as the server does
+    token = (token or os.environ.get(TOKEN_VARIABLE, "")).strip()  # as the server does
     if not token.isprintable():
         raise ValueError("The sandbox's token contains line breaks or control characters. Correct SANDBOX_TOKEN.")
     return {"Authorization": f"Bearer {token}"} if token else {}

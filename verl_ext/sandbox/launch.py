@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from verl_ext.sandbox.limits import READY
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-READY = "sandbox ready on "
 
 
 class SandboxNotReady(RuntimeError):

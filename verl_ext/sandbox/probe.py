@@ -7,7 +7,8 @@ import json
 import urllib.error
 import urllib.request
 
-from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM, authorization
+from verl_ext.sandbox.client import authorization
+from verl_ext.sandbox.limits import CONTROL_OUTPUT, CONTROL_PROGRAM
 
 PING_S = 10.0
 # No proxy of the environment, as in a run's client: sandboxes are on this machine or in its network.

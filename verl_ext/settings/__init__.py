@@ -25,7 +25,7 @@ VERL = Path(_verl.submodule_search_locations[0]) if _verl else Path("/verl is no
 
 # Sections; making one with values out of range raises ValueError -----------------------------------------------------
 
-MAX_CODE_S = 86400  # of one program; as MAX_TIMEOUT_S of sandbox/server/api.py, whose module imports the server
+MAX_CODE_S = 86400  # of one program; as MAX_TIMEOUT_S of sandbox/limits.py, a room above this one
 PROTOCOLS = ("code", "hermes")
 
 

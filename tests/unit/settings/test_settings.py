@@ -149,7 +149,7 @@ def test_every_wrong_key_is_named_at_once():
 
 def test_what_is_said_of_the_sandbox_is_what_client_and_server_do():
     from verl_ext.sandbox.client import SandboxClient
-    from verl_ext.sandbox.server.api import MAX_TIMEOUT_S
+    from verl_ext.sandbox.limits import MAX_TIMEOUT_S
 
     default = inspect.signature(SandboxClient).parameters["queue_timeout_s"].default
     assert SandboxSettings.queue_timeout_s == default and MAX_CODE_S == MAX_TIMEOUT_S
