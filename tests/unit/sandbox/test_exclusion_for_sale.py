@@ -258,7 +258,7 @@ def test_program_that_may_fork_is_to_blame_for_itself(forking, name):
 
 
 def check_zygote(server: Server, begin: str = "") -> None:
-    """Its end would be nobody's fault, and the programs that it takes with it excused (pool.ZygoteEndedError)."""
+    """Its end would be nobody's fault, and the programs that it takes with it excused (pool.Pool.call)."""
     zygote = server.descendants()[0]
     code = f"""
 for pid in ({zygote.pid}, -{zygote.pid}, os.getppid(), 1, -1):

@@ -18,7 +18,8 @@ import pytest
 from tests.unit.sandbox.machines import MACHINES, machines, needs_root
 from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program, wait_until
 from verl_ext.sandbox import SandboxClient
-from verl_ext.sandbox.server.pool import STALL_S, within
+from verl_ext.sandbox.server.pool import within
+from verl_ext.sandbox.server.wire import STALL_S
 
 TIMEOUT_S = 8.0  # of a program that is stuck; it must have printed by then, next to other tests on two cores
 

@@ -1,6 +1,6 @@
 """The sandbox server and everything that isolates a program: `python -m verl_ext.sandbox.server`.
 
-`api.py` is HTTP, `pool.py` the queue and the workers, `zygote.py`, `worker.py` and `program.py` the processes,
-`isolation.py` their walls.
+`api.py` is HTTP, `pool.py` the queue and the judge of lost programs, `workers.py` the server's side of the processes,
+`zygote.py`, `worker.py` and `program.py` are the processes, `isolation.py` their walls.
 In: a request with Python code. Out: what the code printed, and how the program ended.
 """

@@ -25,15 +25,16 @@ from pathlib import Path
 from aiohttp import web
 
 from verl_ext.sandbox.launch import PACKAGE_ROOT
+from verl_ext.sandbox.limits import READY, TOKEN_VARIABLE
 from verl_ext.sandbox.server.api import check_health, make_app
 from verl_ext.sandbox.server.clients import Clients, DescriptorLimitError, max_clients
 from verl_ext.sandbox.server.pool import PRELOAD, Pool
 from verl_ext.sandbox.server.sessions import Sessions
 from verl_ext.sandbox.server.visible import find_exposed
+from verl_ext.sandbox.server.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "SANDBOX_TOKEN"
 INSTALLED = ("site-packages", "dist-packages")  # the folders of packages, also those of a Python below a venv
 DATA_VARIABLE = "DATA_DIR"  # the launchers' variable: data sets, with the answers
 
@@ -43,7 +44,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m verl_ext.sandbox.server", description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="port; 0 picks a free one (default: %(default)s)")
-    parser.add_argument("--port-file", type=Path, help="write the port to this file as soon as the server answers")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="programs at once (default: one per core, %(default)s)"
     )
@@ -131,33 +131,16 @@ async def serve(args: argparse.Namespace) -> None:
     try:
         if why := await check_health(pool):
             raise StartError(f"the first program did not run: {why}")
-        refuse_exposed_folders(pool.layers)
+        refuse_exposed_folders(pool.workers.layers)
         await runner.setup()
         clients = Clients(runner.server, listener, limit=limit)
         clients.start()
         port = listener.getsockname()[1]
-        if args.port_file:
-            partial = args.port_file.with_name(f"{args.port_file.name}.{os.getpid()}")
-            partial.write_text(f"{port}\n")
-            partial.replace(args.port_file)
         if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             who = "everyone who reaches this port" + (" and has the token" if token else "")
             logger.warning("listening on %s: %s can run code on this machine", args.host, who)
-        if absent := [name for name in preload if not importlib.util.find_spec(name.partition(".")[0])]:
-            logger.warning(
-                "%s: not installed, so programs that import them will fail. Install them in the server's Python "
-                "environment, or list in --preload only the packages that programs may expect",
-                ", ".join(absent),
-            )
-        if pool.off:
-            logger.warning("layers that are off: %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
-        if args.isolation != "none" and "root" not in pool.layers:
-            if "landlock" in pool.layers:
-                limit = "their disk space and files are counted while they run, so they can briefly exceed the limit"
-            else:
-                limit = "they can read and write what their user can, such as all of /tmp, without a limit"
-            logger.warning("programs have no separate file system: %s", limit)
-        print(f"sandbox ready on http://{args.host}:{port}\nsandbox layers: {', '.join(pool.layers)}", flush=True)
+        warn_of_programs(pool.workers, preload, is_isolated=args.isolation != "none")
+        print(f"{READY}http://{args.host}:{port}\nsandbox layers: {', '.join(pool.workers.layers)}", flush=True)
         await stop.wait()
         clients.stop()
     finally:
@@ -165,10 +148,27 @@ async def serve(args: argparse.Namespace) -> None:
         sessions.close()
         await pool.close()
         listener.close()
-        if args.port_file:
-            args.port_file.unlink(missing_ok=True)
         if parent is not None:
             os.close(parent)
+
+
+def warn_of_programs(workers: Workers, preload: Sequence[str], *, is_isolated: bool) -> None:
+    """Log what programs will miss, and what they will be able to do."""
+    if absent := [name for name in preload if not importlib.util.find_spec(name.partition(".")[0])]:
+        logger.warning(
+            "%s: not installed, so programs that import them will fail. Install them in the server's Python "
+            "environment, or list in --preload only the packages that programs may expect",
+            ", ".join(absent),
+        )
+    if workers.off:
+        off = "; ".join(f"{layer} ({why})" for layer, why in workers.off.items())
+        logger.warning("layers that are off: %s", off)
+    if is_isolated and "root" not in workers.layers:
+        if "landlock" in workers.layers:
+            limit = "their disk space and files are counted while they run, so they can briefly exceed the limit"
+        else:
+            limit = "they can read and write what their user can, such as all of /tmp, without a limit"
+        logger.warning("programs have no separate file system: %s", limit)
 
 
 def refuse_exposed_folders(layers: Sequence[str]) -> None:

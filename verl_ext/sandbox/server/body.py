@@ -16,7 +16,7 @@ Request = TypeVar("Request")
 MAX_BODY_BYTES = 64 << 20
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES  # of the bodies over LARGE_BYTES of all requests together
 UNCOUNTED_BYTES = 1 << 16  # a smaller body is parsed in a few milliseconds, whatever it holds
-MAX_VALUES = 1 << 14  # members, elements and strings of a larger one: enough for api.MAX_INPUT_INODES, twice
+MAX_VALUES = 1 << 14  # members, elements and strings of a larger one: enough for request.MAX_INPUT_INODES, twice
 MAX_DIGITS = 4300  # of an integer: reading one takes time quadratic in their number
 BODY_S = 30.0  # for a body to arrive, from the end of its headers on
 

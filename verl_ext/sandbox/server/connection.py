@@ -30,11 +30,11 @@ class LostProgramError(SandboxError):
 
 
 class WorkerFailedError(Exception):
-    """A worker met an error and ends. `lost`: a program that ran may be the cause."""
+    """A worker met an error and ends. `by_program`: a program that ran may be the cause."""
 
-    def __init__(self, message: str, *, lost: bool) -> None:
+    def __init__(self, message: str, *, by_program: bool) -> None:
         super().__init__(message)
-        self.lost = lost
+        self.by_program = by_program
 
 
 class Worker:
@@ -91,7 +91,7 @@ class Worker:
         await self._receive_up_to(LENGTH.size)
         if LENGTH.unpack_from(self._received)[0]:
             message = await self._receive_message()
-            raise WorkerFailedError(message["error"], lost=message["lost"])
+            raise WorkerFailedError(message["error"], by_program=message["lost"])
         await self._receive_up_to(LENGTH.size + RESULT.size)
         result = RESULT.unpack_from(self._received, LENGTH.size)
         timed_out, return_code, execution_time, stdout, stdout_total, stderr, stderr_total, alive, spent = result

@@ -9,15 +9,32 @@ import contextlib
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable
 
-from .disk import acting_as, threads_of
+from .disk import acting_as, after_count, threads_of
 from .wire import numbers_in
 
 STATUS = re.compile(rb".*?\nVmRSS:\s+(\d+) kB\n.*?\nVmPTE:\s+(\d+) kB\n", re.S)
 ROLLUP = re.compile(rb".*?\nPss:\s+(\d+) kB\n", re.S)
+CHECK_S = 0.05  # minimum between two counts; one takes 0.5 ms
 # Their capacity, including the kernel's overhead: Linux's net.core.wmem_default, and 16 pages.
 SOCKET_BYTES, PIPE_BYTES = 256 << 10, 64 << 10
+
+
+class MemoryWatch:
+    """Counts the memory of one program, at most every CHECK_S; see `memory_excess` for the arguments."""
+
+    def __init__(self, limit: int, *, uid: int, several: bool) -> None:
+        self.limit, self.uid, self.several = limit, uid, several
+        self.next_check = time.monotonic() + CHECK_S
+
+    def excess(self, pids: Iterable[int]) -> str:
+        started = time.monotonic()
+        try:
+            return memory_excess(pids, self.limit, uid=self.uid, several=self.several)
+        finally:
+            self.next_check = max(started + CHECK_S, after_count(started))
 
 
 def memory_excess(pids: Iterable[int], limit: int, *, uid: int, several: bool) -> str:

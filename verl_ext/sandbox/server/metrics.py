@@ -40,6 +40,6 @@ class Metrics:
     def collect(self) -> list[CounterMetricFamily]:
         """Return the counts that the pool keeps; called by the registry."""
         family = CounterMetricFamily("sandbox_restarts", "Processes that died or were killed.", labels=["process"])
-        for process, count in self._pool.restarts.items():
+        for process, count in self._pool.workers.restarts.items():
             family.add_metric([process], count)
         return [family]

@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, Worker
+from verl_ext.sandbox.server.connection import Worker
+from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError
 
 
 class SessionLimitError(Exception):
@@ -101,7 +102,7 @@ class Sessions:
     async def _call(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
         alive = False
         try:
-            session.worker = session.worker or await self.pool.take_worker()
+            session.worker = session.worker or await self.pool.workers.take()
             session.calls += 1
             result = await self.pool.call(session.worker, request | {"session": True})
             result.pop("spent")  # a spent worker's session is not alive either

@@ -36,15 +36,14 @@ import time
 from typing import Any, NamedTuple
 
 from . import folders, preload
-from .disk import MAX_FILE_BYTES, DiskWatch, after_count
+from .disk import MAX_FILE_BYTES, DiskWatch
 from .isolation import limit
-from .memory import memory_excess
+from .memory import MemoryWatch
 from .processes import Program, kill_all
 from .program import CHUNK, TOKEN_BYTES, become_program, cpu_limit_s, make_main_module
 from .wire import FETCHED, LENGTH, REQUEST, RESULT, STALL_S, unshared
 
 MAX_OPEN_FILES = 256
-MEMORY_CHECK_S = 0.05  # minimum between two counts of memory; one takes 0.5 ms
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is checked, and the CPU time that it may have used
 DRAIN_READS = 256  # of a pipe with as many buffers as a pipe may have, each a packet
 SCRATCH_BYTES = 8192  # for a file's name, and for what precedes and follows it
@@ -108,6 +107,14 @@ class Result(NamedTuple):
     execution_time: float  # s
     alive: bool  # the session continues
     spent: bool  # a process is stuck in the kernel, which no signal reaches: this worker can take no other request
+
+
+class End(NamedTuple):
+    """Why a program is not waited for any longer; by default it has ended, or the server has."""
+
+    timed_out: bool = False
+    return_code: int | None = None  # of a finished call in a session that continues
+    excess: str = ""  # of the program's memory or files, in words for the model
 
 
 class Worker:
@@ -188,8 +195,7 @@ class Worker:
     def run(self, request: Request) -> Result:
         """Run the program until it exits, its time is over, or, in a session, its call is done; read what it prints.
 
-        Time in which this process stood still for STALL_S does not count. Afterwards, all that the program started is
-        dead, or stopped if it is in a session.
+        Afterwards, all that the program started is dead, or stopped if it is in a session.
 
         Raises:
             SetUpError: see there.
@@ -197,14 +203,58 @@ class Worker:
         for buffer in self.buffers:
             buffer.reset()
         started = time.monotonic()
-        deadline = started + request.run_timeout
         if self.program is None:
             self.program = self.start_program(request)
             fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         else:
             fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # first: the program could also do it
             self.program.call(request.body)
-        program = self.program
+        end = self.wait_for_end(self.program, request, started)
+        return self.finish(self.program, request, end, time.monotonic() - started)
+
+    def wait_for_end(self, program: Program, request: Request, started: float) -> End:
+        """Read what the program prints until it need not be waited for any longer.
+
+        Time in which this process stood still for STALL_S does not count.
+        """
+        poller, streams = self.poll(program)
+        deadline = started + request.run_timeout
+        watches = []
+        if request.memory_limit_MB > 0 and self.layers.layers:
+            several = self.layers.allow_subprocess
+            # RLIMIT_AS bounds the pages of one process; this bounds its page tables.
+            memory = (request.memory_limit_MB << 20) + (0 if several else self.address_space)
+            watches.append(MemoryWatch(memory, uid=self.layers.uid, several=several))
+        if self.disk:
+            watches.append(self.disk)
+        asked, wake = started, math.inf
+        while True:
+            now = time.monotonic()
+            if now > wake + STALL_S:  # the program may also have stood still: this wait does not count
+                deadline += now - asked
+            if now >= deadline:
+                return End(timed_out=True)
+            for watch in watches:
+                if now >= watch.next_check and (excess := watch.excess(program.pids())):
+                    return End(excess=excess)
+            asked = time.monotonic()
+            wake = min(deadline, asked + STALL_S, *(watch.next_check for watch in watches))
+            wake = max(wake, asked)  # what was checked above took its time
+            ready = [fd for fd, _ in poller.poll(math.ceil((wake - asked) * 1000))]
+            for fd in ready:
+                if fd in streams and streams[fd].read_from(fd) == 0:
+                    poller.unregister(fd)
+            if program.pidfd in ready or self.connection.fileno() in ready:
+                return End()
+            if program.control and program.control.fileno() in ready:
+                message = program.receive()
+                if not program.token and message and len(message) == TOKEN_BYTES:
+                    program.token.extend(message)  # sent before the first line of the submitted code
+                    continue
+                return End(return_code=program.return_code(message))
+
+    def poll(self, program: Program) -> tuple[select.poll, dict[int, "Buffer"]]:
+        """Return a poll of all that ends the wait for a program, and of its streams; and their buffers."""
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
         poller.register(self.connection, 0)  # POLLHUP only: the server closed its end, nobody waits for the answer
@@ -213,54 +263,21 @@ class Worker:
         streams = dict(zip(program.pipes, self.buffers, strict=True))
         for fd in streams:
             poller.register(fd, select.POLLIN)
-        timed_out = False
-        return_code = None  # of a finished call in a session that continues
-        memory_limit, several = request.memory_limit_MB << 20, self.layers.allow_subprocess
-        next_check = started + MEMORY_CHECK_S if memory_limit > 0 and self.layers.layers else math.inf
-        if not several:  # RLIMIT_AS bounds the pages of the one process; this bounds its page tables
-            memory_limit += self.address_space
-        excess = ""  # of the program's memory or files, in words for the model
-        asked, wake = started, math.inf
-        while True:
-            now = time.monotonic()
-            if now > wake + STALL_S:  # the program may also have stood still: this wait does not count
-                deadline += now - asked
-            if now >= deadline:
-                timed_out = True
-                break
-            if now >= next_check:
-                if excess := memory_excess(program.pids(), memory_limit, uid=self.layers.uid, several=several):
-                    break
-                next_check = max(now + MEMORY_CHECK_S, after_count(now))
-            if self.disk and now >= self.disk.next_check and (excess := self.disk.excess(program.pids())):
-                break
-            asked = time.monotonic()
-            wake = min(deadline, next_check, self.disk.next_check if self.disk else math.inf, asked + STALL_S)
-            wake = max(wake, asked)  # what was checked above took its time
-            ready = [fd for fd, _ in poller.poll(math.ceil((wake - asked) * 1000))]
-            for fd in ready:
-                if fd in streams and streams[fd].read_from(fd) == 0:
-                    poller.unregister(fd)
-            if program.pidfd in ready or self.connection.fileno() in ready:
-                break
-            if program.control and program.control.fileno() in ready:
-                message = program.receive()
-                if not program.token and message and len(message) == TOKEN_BYTES:
-                    program.token.extend(message)  # sent before the first line of the submitted code
-                    continue
-                return_code = program.return_code(message)
-                break
-        execution_time = time.monotonic() - started
+        return poller, streams
+
+    def finish(self, program: Program, request: Request, end: End, execution_time: float) -> Result:
+        """Stop a program whose session continues, and kill any other; read what is left in its pipes."""
+        timed_out, return_code, excess = end
         alive = return_code is not None and program.stop()
         if self.disk and not excess and not timed_out:  # what it wrote since the last check
             excess = self.disk.excess(program.pids() if alive else ())
             alive = alive and not excess
-        gone = True
+        used_s, gone = 0.0, True
         if not alive:
             used_s = program.cpu_s(with_others=False)
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
-        for fd, buffer in streams.items():  # what the dead left in the pipes
+        for fd, buffer in zip(program.pipes, self.buffers, strict=True):  # what the dead left in the pipes
             for _ in range(DRAIN_READS):  # a process that still has it open, as in a session, may keep writing
                 if buffer.read_from(fd) <= 0:
                     break

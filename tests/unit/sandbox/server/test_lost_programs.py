@@ -15,10 +15,20 @@ import psutil
 import pytest
 
 from tests.unit.sandbox.machines import needs_root
-from tests.unit.sandbox.server.test_pool import my_processes, request, stdout, wait_until, workers, zygote
+from tests.unit.sandbox.server.test_pool import (
+    my_processes,
+    parent_of,
+    request,
+    stdout,
+    wait_until,
+    workers,
+    zygote,
+)
 from verl_ext.sandbox.server import connection
 from verl_ext.sandbox.server import pool as pool_module
-from verl_ext.sandbox.server.pool import LostProgramError, Pool, SandboxError
+from verl_ext.sandbox.server import workers as workers_module
+from verl_ext.sandbox.server.connection import LostProgramError, SandboxError
+from verl_ext.sandbox.server.pool import Pool
 from verl_ext.sandbox.server.wire import LENGTH
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(30)"
@@ -41,10 +51,16 @@ async def begin(pool: Pool, run_timeout: float = 30, **options: float) -> tuple[
 
 
 async def running_worker() -> psutil.Process:
-    await wait_until(lambda: any(worker.children() for worker in workers()))
-    worker = next(worker for worker in workers() if worker.children())
-    await wait_until(lambda: worker.status() == psutil.STATUS_SLEEPING)
-    return worker
+    """Wait for a worker that has a program and sleeps: it waits for the program."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        programs = [parent_of(process) for process in my_processes()]
+        found[:] = [worker for worker in workers() if worker.pid in programs]
+        return bool(found) and found[0].status() == psutil.STATUS_SLEEPING
+
+    await wait_until(look)
+    return found[0]
 
 
 async def lose(pool: Pool, number: signal.Signals = signal.SIGKILL, **options: float) -> dict:
@@ -131,7 +147,7 @@ async def test_end_of_the_zygote_excuses_a_program_unless_one_can_cause_it(can_f
 
 async def test_request_that_found_no_zygote_was_not_lost(pool):
     """Whatever programs can do to a zygote: this one has not begun."""
-    worker = await pool.take_worker()  # the idle one
+    worker = await pool.workers.take()  # the idle one
     zygote().suspend()
     task = asyncio.create_task(pool.execute(request("1")))
     await asyncio.sleep(0)  # it has asked for another worker
@@ -214,14 +230,14 @@ async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):
     result = await lose(pool, signal.SIGSTOP, run_timeout=2)
     assert (result["status"], result["return_code"]) == ("TimeLimitExceeded", None)
     assert time.monotonic() - started < 2 + 0.5 + 5
-    assert pool.restarts["worker"] == 1
+    assert pool.workers.restarts["worker"] == 1
     assert await stdout(pool, "print(1)") == "1\n"
     await wait_until(lambda: len(my_processes()) == 2)
 
 
 async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
-    monkeypatch.setattr(pool_module, "STOP_GRACE_S", 0.5)
+    monkeypatch.setattr(workers_module, "STOP_GRACE_S", 0.5)
     task, _ = await begin(pool, run_timeout=2)
     for process in my_processes():
         process.suspend()
@@ -232,9 +248,9 @@ async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(poo
 @needs_root
 async def test_zygote_that_hangs_with_a_worker_that_does_not_end_holds_up_nobody(pool, monkeypatch):
     """Like a process that waits for a disk, a traced process is not gone until its tracer lets it go."""
-    monkeypatch.setattr(pool_module, "START_GRACE_S", 0.3)
+    monkeypatch.setattr(workers_module, "START_GRACE_S", 0.3)
     libc = ctypes.CDLL(None, use_errno=True)
-    worker = await pool.take_worker()
+    worker = await pool.workers.take()
     assert libc.ptrace(0x4206, worker.pid, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
     try:
         zygote().suspend()

@@ -11,7 +11,9 @@ import pytest
 
 from tests.unit.sandbox.server_process import root_of
 from verl_ext.sandbox.server import pool as pool_module
-from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, SandboxError
+from verl_ext.sandbox.server import workers as workers_module
+from verl_ext.sandbox.server.connection import SandboxError
+from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError
 
 
 @pytest.fixture
@@ -54,7 +56,15 @@ def zygote() -> psutil.Process:
 
 
 def workers() -> list[psutil.Process]:
-    return [process for process in zygote().children() if process.status() != psutil.STATUS_ZOMBIE]
+    parent = zygote().pid
+    return [process for process in my_processes() if parent_of(process) == parent]
+
+
+def parent_of(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 async def assert_sandbox_error(call: Awaitable[dict], match: str, within_s: float) -> None:
@@ -74,7 +84,7 @@ async def test_worker_that_hangs_is_replaced(pool, monkeypatch):
 
 
 async def test_worker_ends_when_the_server_dies_within_a_request(pool):
-    worker = await pool.take_worker()
+    worker = await pool.workers.take()
     process = psutil.Process(worker.pid)
     worker.connection.send(b"\0")  # and never the request
     worker.connection.close()
@@ -82,8 +92,8 @@ async def test_worker_ends_when_the_server_dies_within_a_request(pool):
 
 
 async def test_zygote_that_hangs_is_replaced(pool, monkeypatch):
-    await pool.take_worker()
-    monkeypatch.setattr(pool_module, "START_GRACE_S", 0.3)
+    await pool.workers.take()
+    monkeypatch.setattr(workers_module, "START_GRACE_S", 0.3)
     hung = zygote()
     hung.suspend()
     await assert_sandbox_error(pool.execute(request("print(1)")), "did not start a worker", within_s=3)
@@ -93,7 +103,7 @@ async def test_zygote_that_hangs_is_replaced(pool, monkeypatch):
 
 
 async def test_zygote_that_cannot_start_is_a_sandbox_error(pool, monkeypatch, tmp_path):
-    monkeypatch.setattr(pool_module, "ZYGOTE", tmp_path / "missing.py")
+    monkeypatch.setattr(workers_module, "ZYGOTE", tmp_path / "missing.py")
     await assert_sandbox_error(pool.execute(request("print(1)")), "did not start a worker", within_s=5)
 
 
