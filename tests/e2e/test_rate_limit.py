@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from verl_ext.sandbox.rate_limit import RateLimit
+from verl_ext.environments.shared_client import RateLimit
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120)]
 

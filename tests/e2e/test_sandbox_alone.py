@@ -16,16 +16,13 @@ TRAINING = {"verl", "ray", "torch", "transformers", "vllm", "wrapt", "numpy"}
 PROGRAM = """
 import asyncio, importlib.util, sys
 from verl_ext.sandbox import SandboxClient, running_server
-from verl_ext.sandbox.shared import shared_client
 
 async def main(url):
     client = SandboxClient([url])
     print(repr((await client.run("print(6 * 7)")).stdout))
     print((await client.run("import time; time.sleep(9)", timeout_s=0.3)).status)
+    print((await client.run("1 / 0")).return_code)
     await client.aclose()
-    shared = shared_client({"urls": [url]})
-    print((await shared.run("1 / 0")).return_code)
-    await shared.aclose()
 
 with running_server(workers=1) as url:
     asyncio.run(main(url))

@@ -11,10 +11,10 @@ from typing import Any
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
+from verl_ext.environments.shared_client import SETTINGS, shared_client
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 from verl_ext.outcome import RolloutEnd
 from verl_ext.protocols.base import format_output, strip_fence
-from verl_ext.sandbox.shared import SETTINGS, shared_client
 
 OWN_SETTINGS = {
     "timeout_s": 30,  # of the model's code

@@ -19,11 +19,11 @@ from verl.tools.schemas import ToolResponse
 from verl.tools.tool_registry import load_all_tools
 
 from verl_ext.environments.base import Opening
+from verl_ext.environments.shared_client import shared_client
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import Fault
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, format_output
-from verl_ext.sandbox.shared import shared_client
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))

@@ -1,8 +1,7 @@
 """The code sandbox, which needs nothing from training: `pip install .` installs only the sandbox.
 
 `server/` executes Python and isolates it, `client.py` is its asynchronous client, `launch.py` starts a server for the
-length of a block, `probe.py` checks whether one works. `shared.py` gives a process its one client, `rate_limit.py`
-limits all processes together.
+length of a block, `probe.py` checks whether one works.
 In: Python code. Out: a `RunResult`: what the code printed and how it ended, or that the sandbox failed.
 """
 

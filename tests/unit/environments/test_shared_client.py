@@ -1,12 +1,12 @@
-"""The schedule by hand; a Ray job in tests/e2e shows that processes share it."""
+"""The rate limit's schedule by hand; a Ray job in tests/e2e shows that processes share it."""
 
 import asyncio
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from verl_ext.sandbox.rate_limit import RateLimit, Schedule
+from verl_ext.environments import shared_client
+from verl_ext.environments.shared_client import RateLimit, Schedule
 
 
 def test_requests_are_spaced_after_the_burst():
@@ -65,11 +65,11 @@ class BusyActor:
 
 @pytest.mark.parametrize("answers", [False, True], ids=["while it reserves", "while it waits"])
 async def test_one_that_is_cancelled_gives_its_time_back(monkeypatch, answers):
-    options = SimpleNamespace(remote=BusyActor)
+    actor = BusyActor(0.01, burst=1)  # one in 100 s
+    options = SimpleNamespace(remote=lambda *_, **__: actor)
     fake = SimpleNamespace(remote=lambda _: SimpleNamespace(options=lambda **_: options))
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    limit = RateLimit(0.01)  # one in 100 s
-    actor = limit._schedule
+    monkeypatch.setattr(shared_client, "ray", fake)
+    limit = RateLimit(0.01)
     if answers:
         actor.answers.set()
     actor.schedule.reserve(0.0)
