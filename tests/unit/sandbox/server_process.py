@@ -126,6 +126,13 @@ def wait_for_program(server: Server, but: Container[int] = (), fds: Container[in
     raise AssertionError("no program began within 5 s")
 
 
+def wait_for_sleeping_program(server: Server, but: Container[int] = (), fds: Container[int] = (3,)) -> psutil.Process:
+    """Wait for a program that has begun and sleeps; see `wait_for_program`."""
+    program = wait_for_program(server, but, fds)
+    wait_until(lambda: program.status() == psutil.STATUS_SLEEPING)
+    return program
+
+
 def running(processes: list[psutil.Process]) -> list[int]:
     return [process.pid for process in processes if is_running(process.pid)]
 

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from tests.unit.sandbox.machines import USUAL, server_on
 from tests.unit.sandbox.server.test_isolation import ALLOWED, EPERM, evaluate, needs_x86_64
+from tests.unit.sandbox.server_process import wait_for_sleeping_program
 from verl_ext.sandbox.server import seccomp
 
 PRETENDED = 0x00050000
@@ -122,9 +122,9 @@ time.sleep(0.5)
 """
     results: list[dict] = []
     threads = [threading.Thread(target=lambda: results.append(server.result(code))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.1)
+    threads[0].start()
+    wait_for_sleeping_program(server, fds=(4,))  # its lock
+    threads[1].start()
     for thread in threads:
         thread.join()
     assert [result["stdout"] for result in results] == ["1\n", "1\n"]
@@ -212,7 +212,7 @@ def test_no_program_finds_the_folder_of_another(server):
     leave = "import os, time\nos.symlink('a message', 'link')\ntime.sleep(1)\nprint(os.getcwd())"
     with ThreadPoolExecutor() as executor:
         first = executor.submit(server.result, leave)
-        time.sleep(0.3)
+        wait_for_sleeping_program(server)
         code = """
 import os
 for folder in ('..', os.getcwd() + '/..'):

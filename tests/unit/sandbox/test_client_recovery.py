@@ -127,13 +127,18 @@ async def test_one_waiter_that_is_cancelled_takes_the_look_from_no_other():
     back = asyncio.Event()
 
     async def is_back() -> bool:
+        nonlocal looks
+        looks += 1
         return back.is_set()
 
+    looks = 0
     watch = recovery.Recovery(is_back)
     first, second = (asyncio.create_task(watch.wait(time.monotonic() + 5)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
-    await asyncio.sleep(0.1)
+    seen = looks
+    while looks < seen + 2:
+        await asyncio.sleep(0.01)
     assert not second.done()
     second.cancel()
     third = asyncio.create_task(watch.wait(time.monotonic() + 5))  # before the look that nobody waits for has ended
@@ -156,11 +161,14 @@ async def test_a_look_that_nobody_waits_for_ends():
 
     watch = recovery.Recovery(is_back)
     first = asyncio.create_task(watch.wait(time.monotonic() + 5))
-    await asyncio.sleep(0.01)
+    while not looks:
+        await asyncio.sleep(0)
     back.set()
     back.clear()
     second = asyncio.create_task(watch.wait(time.monotonic() + 5))
     asyncio.get_running_loop().call_soon(second.cancel)
     assert await first
-    await asyncio.sleep(0.01)
-    assert second.cancelled() and not looks
+    async with asyncio.timeout(5):
+        while looks:
+            await asyncio.sleep(0)
+    assert second.cancelled()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.unit.sandbox.machines import MACHINES, USUAL, needs_root, server_on
-from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.server_process import Server, wait_for_sleeping_program
 
 SYNCFS = r"""
 import ctypes,os,time,threading
@@ -56,12 +56,12 @@ FOLDERS = ("/usr/src", "/usr/etc", "/usr/share", "/usr/local/src", "/usr/local/e
 HOST_WITH_SOURCES = f"""
 import os, sys
 from verl_ext.sandbox.server import namespaces as n
-n._unshare(n.CLONE_NEWNS)
-n._mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
+n.unshare(n.CLONE_NEWNS)
+n.mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
 for folder in {FOLDERS!r}:
     if os.path.isdir(folder):
         if folder != "/usr/share":
-            n._mount("tmpfs", folder, "tmpfs", 0, "mode=755")
+            n.mount("tmpfs", folder, "tmpfs", 0, "mode=755")
             os.makedirs(folder + "/repository/data")
             open(folder + "/repository/data/answers", "w").write("42")
 os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", *sys.argv[1:]])
@@ -95,7 +95,7 @@ def test_descriptors_in_flight_end_no_other_session(server):
     server.run("x = 1", session_id="other")
     attack = threading.Thread(target=server.run, args=(SCM_RIGHTS,), kwargs={"run_timeout": 3})
     attack.start()
-    time.sleep(0.5)
+    wait_for_sleeping_program(server, fds=range(5, 500))  # the sockets of its attempt
     for _ in range(3):
         answer = server.run("print(x)", session_id="other", run_timeout=2)
         assert answer["run_result"]["stdout"] == "1\n", answer

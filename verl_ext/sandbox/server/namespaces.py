@@ -52,12 +52,12 @@ def enter_root(root: str) -> None:
     """
     uid, gid = os.geteuid(), os.getegid()
     try:
-        _unshare(CLONE_NEWNS)
+        unshare(CLONE_NEWNS)
     except PermissionError:
-        _unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        unshare(CLONE_NEWUSER | CLONE_NEWNS)
         _map_ids(f"{uid} {uid} 1", f"{gid} {gid} 1")
-    _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    _mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
     for path in readable_paths():
         inside = root + path
         os.makedirs(os.path.dirname(inside), 0o755, exist_ok=True)
@@ -78,7 +78,7 @@ def enter_root(root: str) -> None:
         if not os.path.lexists(root + path):  # else this interpreter is below /tmp; programs have $TMPDIR
             os.symlink(target, root + path)
     # The kernel lets a user namespace mount /proc only if a complete one is visible; workers mount theirs over it.
-    _mount("/proc", f"{root}/proc", None, MS_BIND | MS_REC)
+    mount("/proc", f"{root}/proc", None, MS_BIND | MS_REC)
     for path in readable_paths():
         if not os.path.islink(path):
             _restrict(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, AT_RECURSIVE)
@@ -86,8 +86,8 @@ def enter_root(root: str) -> None:
         _restrict(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, 0)
     os.chdir(root)
     number = PIVOT_ROOT[os.uname().machine]
-    _check(libc.syscall(number, b".", b"."), "pivot_root")
-    _check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which is on top of the new one
+    check(libc.syscall(number, b".", b"."), "pivot_root")
+    check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which is on top of the new one
     os.chdir("/")
     _restrict("/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0)
 
@@ -99,14 +99,14 @@ def enter_namespaces() -> None:
     counts processes and threads separately: RLIMIT_NPROC means those of one worker.
     """
     uid, gid = os.geteuid(), os.getegid()
-    _unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
+    unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
     _map_ids(f"{USER} {uid} 1", f"{USER} {gid} 1")
-    _check(libc.sethostname(b"sandbox", 7), "sethostname")
+    check(libc.sethostname(b"sandbox", 7), "sethostname")
 
 
 def new_ipc() -> None:
     """Enter an IPC namespace that only this process has."""
-    _unshare(CLONE_NEWIPC)
+    unshare(CLONE_NEWIPC)
 
 
 def open_process_ids() -> int:
@@ -125,27 +125,27 @@ def open_process_ids() -> int:
 
 def mount_proc() -> None:
     """Mount a /proc with only the processes of this process namespace, and nothing of the machine."""
-    _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=2")
+    mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=2")
 
 
 def hide_proc() -> None:
     """Mount an empty /proc, for a machine that refuses a fresh one."""
-    _mount("tmpfs", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=2")
+    mount("tmpfs", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=2")
 
 
 def mount_home(*, execute: bool) -> None:
     """Mount an empty HOME."""
     flags = MS_NOSUID | MS_NODEV | (0 if execute else MS_NOEXEC)
-    _mount("tmpfs", HOME, "tmpfs", flags, f"size={HOME_BYTES},nr_inodes={HOME_INODES},mode=700")
+    mount("tmpfs", HOME, "tmpfs", flags, f"size={HOME_BYTES},nr_inodes={HOME_INODES},mode=700")
 
 
 def unmount_home() -> None:
     """Drop HOME with all that is in it; what is open stays readable until it is closed."""
-    _check(libc.umount2(HOME.encode(), MNT_DETACH), "umount2")
+    check(libc.umount2(HOME.encode(), MNT_DETACH), "umount2")
 
 
-def _unshare(flags: int) -> None:
-    _check(libc.unshare(flags), "unshare")
+def unshare(flags: int) -> None:
+    check(libc.unshare(flags), "unshare")
 
 
 def _map_ids(uids: str, gids: str) -> None:
@@ -161,23 +161,23 @@ def _bind(source: str, target: str) -> None:
             os.makedirs(target, 0o755)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-    _mount(source, target, None, MS_BIND | MS_REC)
+    mount(source, target, None, MS_BIND | MS_REC)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
     result = libc.mount(
         source and source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode()
     )
-    _check(result, f"mount {target}")
+    check(result, f"mount {target}")
 
 
 def _restrict(path: str, attributes: int, flags: int) -> None:
     """Add mount attributes; unlike a remount, this need not repeat those that the mount has and must keep."""
     change = struct.pack("=4Q", attributes, 0, 0, 0)
-    _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, change, len(change)), f"mount_setattr {path}")
+    check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, change, len(change)), f"mount_setattr {path}")
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")

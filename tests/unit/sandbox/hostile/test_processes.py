@@ -1,12 +1,13 @@
 """Programs start and touch no process, except those that may start some, which get no more rights."""
 
 import threading
-from time import monotonic, sleep
+from time import monotonic
 
 import psutil
 import pytest
 
 from tests.unit.sandbox.hostile.attacks import HARMFUL, MARK, NAMESPACES, PROC, SECCOMP, Case, cases, need
+from tests.unit.sandbox.server_process import wait_for_program
 
 # --- other programs and processes
 
@@ -109,7 +110,7 @@ def test_program_cannot_signal_one_of_another_request(server):
     )
     results = []
     victim.start()
-    sleep(0.2)
+    wait_for_program(server)
     code = """
 for pid in range(1, 40_000):
     try:
@@ -128,7 +129,7 @@ def test_programs_of_two_requests_do_not_see_each_other(server):
     need(server, PROC)
     other = threading.Thread(target=server.result, args=("import time; time.sleep(0.5)",))
     other.start()
-    sleep(0.2)
+    wait_for_program(server)
     code = "print([p for p in os.listdir('/proc') if p.isdigit() and open(f'/proc/{p}/comm').read()[:6] == 'python'])"
     assert server.result(code)["stdout"].count("'") == 2  # itself
     other.join()

@@ -4,9 +4,9 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.unit.sandbox.server_process import Server, wait_for_program, wait_until
@@ -102,8 +102,9 @@ def test_ping_waits_in_the_queue_and_runs_nothing_beside_it(server):
         before = len(server.descendants())
         for ping in pings:
             ping.start()
+        connections = psutil.Process(server.process.pid).net_connections
+        wait_until(lambda: len(connections()) >= len(pings) + 2)  # and of `busy`; and the listening socket
         wait_until(lambda: read_metrics(server)["sandbox_requests_waiting"] > 0)
-        time.sleep(0.3)
         assert len(server.descendants()) <= before
         assert read_metrics(server)["sandbox_requests_waiting"] == 1
         assert all(ping.is_alive() for ping in pings)

@@ -307,7 +307,9 @@ async def test_client_that_does_not_take_its_answer_is_closed(port, monkeypatch,
     writer.write(post(content))
     assert (await reader.readexactly(15)) == b"HTTP/1.1 200 OK"
     writer.transport.pause_reading()
-    await asyncio.sleep(1.0)
+    ours = writer.get_extra_info("sockname")
+    while ours in [connection.raddr for connection in psutil.Process().net_connections()]:  # the server's end of it
+        await asyncio.sleep(0.02)
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
         await reader.readexactly(30 << 20)
     writer.close()

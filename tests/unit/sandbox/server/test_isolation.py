@@ -47,19 +47,19 @@ OPEN_INTERPRETER = """
 import os, sys, tempfile
 from verl_ext.sandbox.server import isolation
 from verl_ext.sandbox.server import namespaces as n
-n._unshare(n.CLONE_NEWNS)
-n._mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
+n.unshare(n.CLONE_NEWNS)
+n.mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
 prefix = os.path.realpath(sys.base_prefix)
 parts = prefix.split("/")
 above = ["/".join(parts[:i]) for i in range(2, len(parts))]
 home = next((folder for folder in above if not os.stat(folder).st_mode & 0o001), None)
 if home:
     with tempfile.TemporaryDirectory() as aside:
-        n._mount(prefix, aside, None, n.MS_BIND | n.MS_REC)
-        n._mount("tmpfs", home, "tmpfs", 0, "mode=755")
+        n.mount(prefix, aside, None, n.MS_BIND | n.MS_REC)
+        n.mount("tmpfs", home, "tmpfs", 0, "mode=755")
         os.makedirs(prefix)
-        n._mount(aside, prefix, None, n.MS_BIND | n.MS_REC)
-        n._check(n.libc.umount2(aside.encode(), n.MNT_DETACH), "umount2")
+        n.mount(aside, prefix, None, n.MS_BIND | n.MS_REC)
+        n.check(n.libc.umount2(aside.encode(), n.MNT_DETACH), "umount2")
 """
 AS_NOBODY = """
 isolation.set_uid(65534)
@@ -71,9 +71,9 @@ UNSHARE, MOUNT, LANDLOCK, SECCOMP = [272, None], [165, None], [444, None], [157,
 COVERED_PROC = """
 import os, sys
 from verl_ext.sandbox.server import namespaces as n
-n._unshare(n.CLONE_NEWNS)
-n._mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
-n._mount("/dev/null", "/proc/keys", None, n.MS_BIND)
+n.unshare(n.CLONE_NEWNS)
+n.mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
+n.mount("/dev/null", "/proc/keys", None, n.MS_BIND)
 os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", *sys.argv[1:]])
 """
 

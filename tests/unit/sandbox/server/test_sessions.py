@@ -3,9 +3,12 @@
 import base64
 import contextlib
 import json
+import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import psutil
@@ -121,13 +124,13 @@ def test_program_that_breaks_the_protocol_only_ends_its_own_session(server, sess
         "import builtins; builtins.open = None",
         "import os; os.mkdir('main2.py')",
         # fires while the program is stopped, and so at the start of the next call
-        "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 1)",
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.5)",
     ],
 )
 def test_program_that_can_take_no_further_call_fails_it(server, session, code):
     server.run(code, session_id=session)
     if "setitimer" in code:
-        time.sleep(1.1)
+        wait_until(lambda: any(map(is_alarm_pending, server.descendants())))
     answer = server.run("print(1)", session_id=session)
     assert (answer["status"], answer["session"]) == ("Failed", {"call": 2, "alive": False})
     assert "cannot take another call" in answer["run_result"]["stderr"]
@@ -228,6 +231,14 @@ threading.Thread(target=spin, daemon=True).start()
     code = "time.sleep(0.05); print(count)"
     counts = [int(server.run(code, session_id=session)["run_result"]["stdout"]) for _ in range(2)]
     assert counts[0] < counts[1]  # and continues in the next call
+
+
+def is_alarm_pending(process: psutil.Process) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:  # it has ended
+        return False
+    return bool(int(re.search(r"ShdPnd:\s+(\w+)", status)[1], 16) & 1 << signal.SIGALRM - 1)
 
 
 def has_threads(process: psutil.Process) -> bool:

@@ -56,13 +56,13 @@ def test_folder_that_is_mounted_below_a_readable_one_is_exposed(tmp_path, mounte
 import os, sys
 from verl_ext.sandbox.server import namespaces as n
 from verl_ext.sandbox.server import visible
-n._unshare(n.CLONE_NEWNS)
-n._mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
+n.unshare(n.CLONE_NEWNS)
+n.mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
 readable, hidden = {str(tmp_path)!r} + "/lib", {str(tmp_path)!r} + "/work/repository"
 os.makedirs(readable + "/a b"), os.makedirs(hidden + "/data")
 visible.readable_paths = lambda: [readable]
 assert visible.find_exposed([hidden]) is None
-n._mount({str(tmp_path)!r} + "/work/" + {mounted!r}, readable + "/a b", None, n.MS_BIND)
+n.mount({str(tmp_path)!r} + "/work/" + {mounted!r}, readable + "/a b", None, n.MS_BIND)
 print(visible.find_exposed([hidden]) == (hidden, readable + "/a b"))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
