@@ -6,6 +6,7 @@ It uses aiohttp, because with many calls in flight httpx takes many times the CP
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import random
 import time
@@ -16,20 +17,16 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-from verl_ext.sandbox.limits import (
-    ANSWER_GRACE_S,
-    CONTROL_OUTPUT,
-    CONTROL_PROGRAM,
-    MAX_ATTEMPTS,
-    SERVER_NAME,
-    TOKEN_VARIABLE,
-)
-from verl_ext.sandbox.recovery import Recovery
+from verl_ext.sandbox.limits import ANSWER_GRACE_S, MAX_ATTEMPTS, SERVER_NAME, TOKEN_VARIABLE
 from verl_ext.sandbox.result import RunResult
-from verl_ext.sandbox.servers import Servers
+from verl_ext.sandbox.servers import Servers, doubled
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 END_TIMEOUT_S = 5.0
-CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
+MAX_PAUSE_S = 2.0  # before another attempt
+TELL_EVERY_S = 60.0  # of an outage
 
 
 class SandboxClient:
@@ -44,14 +41,12 @@ class SandboxClient:
             not answer rests longer, by the time that the program may run.
         max_concurrency: calls in flight from this client, to all servers together; further ones wait.
         max_attempts: requests per call; only infrastructure failures are tried again (connection, 408, 429, 5xx,
-            SandboxError, an answer that cannot be read). If servers have answered before, a call whose attempts are
-            used up waits until one of them runs a control program, and then has as many again: restarting a server
-            costs no call. This does not hold in a session, because its state is gone.
-        backoff_s: pause before the second attempt; doubles each time, with jitter, up to 10 s.
+            SandboxError, an answer that cannot be read). If servers have answered before, a call goes on until its
+            time runs out: restarting a server costs no call. This does not hold in a session: its state is gone.
+        backoff_s: pause before the second attempt; doubles each time, with jitter, up to MAX_PAUSE_S.
         queue_timeout_s: time that a call may take beyond the program's own limit, to wait and to try again.
         token: sent as `Authorization: Bearer`; default: $SANDBOX_TOKEN, if set.
         acquire: awaited before every request of a call, such as `RateLimit.acquire`; waiting there counts as queueing.
-            Control programs bypass both limits.
     """
 
     def __init__(
@@ -70,13 +65,13 @@ class SandboxClient:
         if max_concurrency < 1 or max_attempts < 1:
             raise ValueError(f"expected at least 1, got {max_concurrency=}, {max_attempts=}")
         self._urls = [url.rstrip("/") for url in urls]
-        self._servers = Servers(len(urls), backoff_s)
+        self._servers, self._backoff_s = Servers(len(urls), backoff_s), backoff_s
         self._slots = asyncio.Semaphore(max_concurrency)
         self._max_attempts, self._queue_timeout_s, self._acquire = max_attempts, queue_timeout_s, acquire
         self._headers = authorization(token)
         self._http: aiohttp.ClientSession | None = None
         self._sessions: dict[str, _Session] = {}
-        self._recovery = Recovery(self._is_one_sound)
+        self._tells_from = 0.0
 
     async def run(
         self,
@@ -131,22 +126,22 @@ class SandboxClient:
         """Make all attempts of one call; `deadline` is by time.monotonic()."""
         timeout_s, failure = body["run_timeout"], _InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
-        server = attempts = tries = 0  # tries: since a server was away
+        server = attempts = 0
         while True:
             if attempts:
-                pause_s = max(self._servers.pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
+                pause_s = doubled(self._backoff_s, attempts - 1, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
+                pause_s = max(pause_s, failure.retry_after_s)
                 if time.monotonic() + pause_s + timeout_s >= deadline:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
-                if tries == self._max_attempts:
-                    if session or not await self._is_back(deadline - timeout_s):
+                if attempts >= self._max_attempts:
+                    if session or not self._servers.have_answered:
                         break
-                    tries, failed_servers = 0, set()
-                    continue
+                    self._tell(failure)
                 await asyncio.sleep(pause_s)
             try:
                 async with self._turn(deadline - timeout_s) as waited_s:
-                    attempts, tries = attempts + 1, tries + 1
+                    attempts += 1
                     if not failure.is_lost:  # else the same server decides
                         server = self._servers.least_busy(failed_servers)
                     if session:
@@ -154,7 +149,7 @@ class SandboxClient:
                     result = await self._attempt(server, body, deadline, waited_s, attempts, session)
                     self._servers.answers(server)
                     return result
-            except _NoTurnError as exc:
+            except TimeoutError as exc:  # no turn
                 failure = exc
                 break
             except _InfrastructureFailure as exc:
@@ -177,7 +172,7 @@ class SandboxClient:
         Yields:
             the seconds waited.
         Raises:
-            _NoTurnError: there was none by `deadline`.
+            TimeoutError: no request could go by `deadline`; the message says why.
         """
         started, obstacle = time.monotonic(), "no free slot of this client"
         try:
@@ -188,30 +183,12 @@ class SandboxClient:
                 waiting.reschedule(None)
                 yield time.monotonic() - started
         except TimeoutError:
-            raise _NoTurnError(f"{obstacle} for {time.monotonic() - started:.1f} s") from None
+            raise TimeoutError(f"{obstacle} for {time.monotonic() - started:.1f} s") from None
 
-    async def _is_back(self, deadline: float) -> bool:
-        """Wait, if servers have answered before, until one does again; return whether one did by `deadline`."""
-        return bool(self._servers.have_answered) and await self._recovery.wait(deadline)
-
-    async def _is_one_sound(self) -> bool:
-        """Return whether a server that has answered before runs the control program; let those that do rest no more."""
-        servers = list(self._servers.have_answered)
-        sound = await asyncio.gather(*map(self._is_sound, servers))
-        for server, is_sound in zip(servers, sound, strict=True):
-            if is_sound:
-                self._servers.answers(server)
-        return any(sound)
-
-    async def _is_sound(self, server: int) -> bool:
-        """Return whether a server runs the control program within CONTROL_TIMEOUT_S."""
-        body = {"code": CONTROL_PROGRAM, "language": "python", "run_timeout": CONTROL_TIMEOUT_S, "memory_limit_MB": -1}
-        deadline = time.monotonic() + CONTROL_TIMEOUT_S
-        try:
-            result = await self._attempt(server, body, deadline, 0.0, self._max_attempts, None)
-        except (_InfrastructureFailure, ValueError):
-            return False
-        return result.stdout == CONTROL_OUTPUT
+    def _tell(self, failure: Exception) -> None:
+        if time.monotonic() >= self._tells_from:
+            self._tells_from = time.monotonic() + TELL_EVERY_S
+            logger.warning("Calls try on until their time runs out, because no sandbox answers: %s", failure)
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
         """Have the server end a session, which it would do by itself after a while; ignores a failure."""
@@ -316,10 +293,6 @@ class _InfrastructureFailure(Exception):
     def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, is_lost: bool = False):
         super().__init__(message)
         self.retry_after_s, self.may_have_run, self.is_lost = retry_after_s, may_have_run, is_lost
-
-
-class _NoTurnError(_InfrastructureFailure):
-    """No further request could go in time."""
 
 
 def _failure(message: str, attempts: int = 0) -> RunResult:

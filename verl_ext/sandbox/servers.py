@@ -5,28 +5,27 @@ import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
-MAX_BACKOFF_S = 10.0
+MAX_REST_S = 10.0
+
+
+def doubled(first_s: float, times: int, most_s: float) -> float:
+    """Return `first_s`, doubled so many times, but at most `most_s`. No outage is too long for a float."""
+    return min(first_s * 2 ** min(times, 60), most_s)
 
 
 class Servers:
     """Knows servers by their numbers, from 0.
 
-    One that refuses requests rests for as long as a call pauses; one that hangs rests longer.
-
     Args:
-        backoff_s: the pause after a first failure.
+        rest_s: for which one rests that refuses a request; doubles with each further refusal, up to MAX_REST_S.
         clock: in seconds.
     """
 
-    def __init__(self, count: int, backoff_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._backoff_s, self._clock = backoff_s, clock
+    def __init__(self, count: int, rest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rest_s, self._clock = rest_s, clock
         self._in_flight, self._refusals = [0] * count, [0] * count  # refusals in a row
         self._rests_until = [0.0] * count
         self.have_answered: set[int] = set()
-
-    def pause_s(self, failures: int) -> float:
-        """Return the pause after the last of so many failures in a row: it doubles each time, up to MAX_BACKOFF_S."""
-        return min(self._backoff_s * 2 ** (failures - 1), MAX_BACKOFF_S)
 
     def least_busy(self, failed: Set[int]) -> int:
         """Return a server with the fewest requests in flight, at random among equals; failed or resting ones come last.
@@ -58,5 +57,6 @@ class Servers:
     def refuses(self, server: int, longer_s: float = 0.0) -> None:
         """Let a server rest that is not well, unless it rests already."""
         if self._clock() >= self._rests_until[server]:
+            rest_s = doubled(self._rest_s, self._refusals[server], MAX_REST_S)
+            self._rests_until[server] = self._clock() + rest_s + longer_s
             self._refusals[server] += 1
-            self._rests_until[server] = self._clock() + self.pause_s(self._refusals[server]) + longer_s

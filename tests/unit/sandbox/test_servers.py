@@ -20,7 +20,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def three(clock) -> Servers:
-    return Servers(3, backoff_s=1, clock=clock)
+    return Servers(3, rest_s=1.0, clock=clock)
 
 
 def chosen(servers: Servers, failed: set[int] = frozenset()) -> set[int]:
@@ -53,6 +53,14 @@ def test_one_that_refuses_rests_twice_as_long_each_time_and_10_s_at_most(three, 
     three.answers(0)
     three.refuses(0)
     clock.now_s += 1
+    assert 0 in chosen(three)
+
+
+def test_one_that_is_away_for_hours_rests_10_s_each_time(three, clock):
+    for _ in range(2000):
+        three.refuses(0)
+        assert chosen(three) == {1, 2}
+        clock.now_s += 10
     assert 0 in chosen(three)
 
 

@@ -160,6 +160,17 @@ async def test_request_that_found_no_zygote_was_not_lost(pool):
     worker.close()
 
 
+async def test_worker_that_dies_before_its_program_begins_is_a_failure_of_the_sandbox(pool):
+    (worker,) = workers()
+    worker.suspend()
+    task = asyncio.create_task(pool.execute(request("1"), spare_s=60))
+    await asyncio.sleep(0)
+    worker.kill()
+    with pytest.raises(SandboxError, match="died") as error:
+        await task
+    assert not isinstance(error.value, LostProgramError)
+
+
 def speak_for(worker: psutil.Process, said: bytes) -> None:
     """Send something to the server as the worker would: on its socket, which this process takes from it."""
     pidfd = os.pidfd_open(worker.pid)

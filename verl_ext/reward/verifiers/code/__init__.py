@@ -23,7 +23,8 @@ from verl_ext.protocols.thinking import after_thinking
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers.code.dialogue import Dialogue
 from verl_ext.reward.verifiers.code.prepare import CannotJudge, compile_test
-from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
+from verl_ext.sandbox.client import RunResult, SandboxClient
+from verl_ext.sandbox.limits import CONTROL_PROGRAM
 
 # A fence of any language at the start of a line, since its end must not be taken for a beginning; of Python or of none
 # also within a line. A Python fence within a block begins a new block: the first was never closed.
