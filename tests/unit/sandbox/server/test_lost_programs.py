@@ -171,6 +171,19 @@ async def test_worker_that_dies_before_its_program_begins_is_a_failure_of_the_sa
     assert not isinstance(error.value, LostProgramError)
 
 
+async def test_server_that_has_no_descriptors_left_blames_no_program(pool, monkeypatch):
+    """Though the worker has run other programs before."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connection.os, "memfd_create", refuse)
+    for _ in range(2):
+        with pytest.raises(SandboxError, match="Too many open files") as error:
+            await pool.execute(request("1"))
+        assert not isinstance(error.value, LostProgramError)
+
+
 def speak_for(worker: psutil.Process, said: bytes) -> None:
     """Send something to the server as the worker would: on its socket, which this process takes from it."""
     pidfd = os.pidfd_open(worker.pid)
