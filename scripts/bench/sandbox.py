@@ -8,8 +8,10 @@ programs, but not the client. For `python -c` these are the child, and this proc
 child. The child runs with -S, which gives a lower bound for the baseline: start-up hooks of installed packages (.pth
 files) may cost more than Python itself.
 
-The last line is the client's side with 64 calls in flight: our client compared with httpx, which it does not use
-because of this cost.
+Then follows what a session costs: to open it with a first call (except the process that sets up its worker and ends), a
+later call, and the memory that it holds while idle (private pages of its processes, which only root can see). The last
+line is the client's side with 64 calls in flight: our client compared with httpx, which it does not use because of this
+cost.
 """
 
 import asyncio
@@ -44,11 +46,13 @@ def main() -> None:
     parser = command_line(__spec__, __doc__)
     parser.add_argument("--requests", type=int, default=100, help="requests to the sandbox per program")
     parser.add_argument("--baseline-requests", type=int, default=20, help="runs of python -c per program")
+    parser.add_argument("--sessions", type=int, default=40, help="sessions that are open at once")
     parser.add_argument("--isolation", default="auto", help="as the server's")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="as the server's (default: %(default)s)")
     args = parser.parse_args()
     missed = False
-    with running_server(workers=1, options=("--isolation", args.isolation, "--preload", args.preload)) as url:
+    options = ("--isolation", args.isolation, "--preload", args.preload, "--max-sessions", str(args.sessions))
+    with running_server(workers=1, options=options) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc)
         print(f"layers: {', '.join(get_layers(connection))}")
         print(f"{'CPU-ms per request':<20}{'python -c':>12}{'sandbox':>12}{'ratio':>10}{'target':>10}")
@@ -59,9 +63,29 @@ def main() -> None:
             missed |= ours > target * baseline
             mark = "" if ours <= target * baseline else "  missed"
             print(f"{name:<20}{baseline:>12.1f}{ours:>12.1f}{ours / baseline:>10.3f}{target:>10.3f}{mark}", flush=True)
+        opened, later, mib = asyncio.run(session_cost(url, args.sessions))
+        print(f"session: {opened:.1f} CPU-ms to open and print, {later:.1f} for a later print; idle {mib:.1f} MiB")
         with_httpx, with_ours = asyncio.run(client_cpu_ms(url, args.requests * 10))
         print(f"client: httpx {with_httpx:.2f}, ours {with_ours:.2f} CPU-ms per call")
     sys.exit(missed)
+
+
+async def session_cost(url: str, count: int) -> tuple[float, float, float]:
+    """Return CPU-ms of the server to open a session, and of a later call; and MiB of an idle session."""
+    client = SandboxClient([url])
+    before = {process.pid for process in server_processes()}
+    costs = []
+    for _ in range(2):
+        started = server_cpu_s()
+        for number in range(count):
+            await client.run("print(6 * 7)", session_id=str(number))
+        costs.append((server_cpu_s() - started) / count * 1000)
+    own = [process for process in server_processes() if process.pid not in before]
+    mib = sum(process.memory_full_info().uss for process in own) / count / 2**20
+    for number in range(count):
+        await client.end_session(str(number))
+    await client.aclose()
+    return costs[0], costs[1], mib
 
 
 async def client_cpu_ms(url: str, count: int) -> tuple[float, float]:
@@ -96,6 +120,10 @@ def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int
 def server_cpu_s() -> float:
     """Return the CPU time of the server and all processes below it; an ended program's time counts to its worker."""
     return sum(map(cpu_seconds, psutil.Process().children()))
+
+
+def server_processes() -> list[psutil.Process]:
+    return [process for child in psutil.Process().children() for process in (child, *child.children(recursive=True))]
 
 
 def own_cpu_s() -> float:

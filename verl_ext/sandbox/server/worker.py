@@ -146,7 +146,8 @@ class Worker:
     def serve(self) -> None:
         """Answer requests until the socket closes; an error is also answered, and ends the worker."""
         if self.serve_one():
-            preload.use_huge_pages()  # the first request split the zygote's huge pages; later ones split few
+            if self.program is None:  # a session's worker forks no more: pages of its own would only take memory
+                preload.use_huge_pages()  # the first request split the zygote's huge pages; later ones split few
             while self.serve_one():
                 pass
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import psutil
 import pytest
 
+from tests.unit.sandbox.machines import needs_root
 from tests.unit.sandbox.server_process import Server, wait_until
 
 
@@ -270,6 +271,23 @@ def test_memory_limit_holds_over_all_calls(server, session):
         server.run("blocks.append(bytearray(40 << 20))", session_id=session)
     answer = server.run("blocks.append(bytearray(40 << 20))", session_id=session, memory_limit_MB=1000)
     assert answer["run_result"]["stderr"].endswith("MemoryError\n")
+
+
+@needs_root
+def test_idle_session_takes_little_memory():
+    """Its worker shares the pages of the preloaded packages with the zygote."""
+    server = Server("--max-sessions", "1", workers=1)
+    try:
+        before = {process.pid for process in server.descendants()}
+        server.run("x = 1", session_id="first")  # in the worker that has run a program before
+        end(server, "first")
+        for _ in range(2):
+            assert server.run("print('idle')", session_id="a")["run_result"]["stdout"] == "idle\n"
+        own = [process for process in server.descendants() if process.pid not in before]
+        assert len(own) == 2  # the worker and its program
+        assert sum(process.memory_full_info().uss for process in own) < 10 << 20
+    finally:
+        server.stop()
 
 
 def test_one_session_too_many_is_503_with_retry_after_and_runs_nothing(server):
