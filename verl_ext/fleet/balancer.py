@@ -4,7 +4,6 @@ verl: verl's own. A first turn goes to the server with the fewest requests, and 
 ring: `routing.Router` in verl's registry of routers. It avoids failing servers and routes to data-parallel ranks.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from omegaconf import DictConfig
 
 from verl_ext.fleet.modes import getter, in_sentences, needs_loops_that_ask_for_servers
 from verl_ext.fleet.ranks import RankHandle, ranks_of
-from verl_ext.fleet.routing import Router
+from verl_ext.fleet.routing import Router, server_of
 
 KEY = "retool.fleet.routing"
-MAX_ROLLOUTS = 100_000  # the most recent ones, whose slot is remembered; others get the slot of their hash
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -32,7 +30,6 @@ class RingLoadBalancer:
         self._router = Router()
         self._ranks: dict[str, int] = {}  # of every server ever added: a hybrid one comes back each step
         self._slots: dict[str, dict[str, Any]] = {}  # server -> slot -> handle
-        self._recent: OrderedDict[str, None] = OrderedDict()  # rollouts
         self.add_servers(servers)
 
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
@@ -42,18 +39,14 @@ class RingLoadBalancer:
             NoServerError: there is no server.
         """
         slot = self._router.acquire(request_id)
-        self._recent[request_id] = None
-        self._recent.move_to_end(request_id)
-        if len(self._recent) > MAX_ROLLOUTS:  # verl tells no router that a rollout ended
-            self._router.end(self._recent.popitem(last=False)[0])
-        return slot, self._slots[_server_of(slot)][slot]
+        return slot, self._slots[server_of(slot)][slot]
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self._router.release(request_id, server_id)
+        self._router.release(server_id)
 
     def failed(self, server_id: str) -> None:
         """Note that a request failed at a server or one of its ranks; all its ranks are avoided for a while."""
-        for slot in self._slots.get(_server_of(server_id), ()):
+        for slot in self._slots.get(server_of(server_id), ()):
             self._router.failed(slot)
 
     def tell_ranks(self, ranks: Mapping[str, int]) -> None:
@@ -91,10 +84,8 @@ class RingLoadBalancer:
         }
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        cleared = len(self._recent)
-        for rollout in self._recent:
-            self._router.end(rollout)
-        self._recent.clear()
+        cleared = len(self._router.rollouts)
+        self._router.forget_rollouts()
         return {"cleared_entries": cleared, "server_loads": self.get_status()["servers"]}
 
     def get_inflight_count(self, server_id: str) -> int:
@@ -108,10 +99,6 @@ class RingLoadBalancer:
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
-
-
-def _server_of(slot: str) -> str:
-    return slot.split("/")[0]
 
 
 def refusals(get: Callable[..., Any]) -> Iterator[str]:

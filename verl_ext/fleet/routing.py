@@ -13,17 +13,25 @@ import bisect
 import hashlib
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 LOAD_FACTOR = 1.25  # c: first turns load a slot to at most this times the mean load
 POINTS = 128  # of a slot on the ring; the shares of the slots differ by about 1 / sqrt(128) = 9%
 HALF_LIFE_S = 30.0  # of a failure penalty
 WELL = 0.5  # a slot with a higher penalty is avoided: for 30 s after one failure, for 90 s after four at once
+MAX_ROLLOUTS = 100_000  # whose slots are remembered, the most recent ones: verl tells no router that a rollout ended
+ROUTER_S = 10.0  # for a router to answer, which takes milliseconds, if it is asked again later
+ROUTER_ONCE_S = 60.0  # the same, if it is not
 
 
 class NoServerError(RuntimeError):
     """There is no server to route to: infrastructure failed. verl's client recognizes it by the message's words."""
+
+
+def server_of(slot: str) -> str:
+    """Return the server of a slot, which is the slot itself unless it is a rank."""
+    return slot.split("/")[0]
 
 
 class Router:
@@ -40,13 +48,18 @@ class Router:
         self._ring: list[tuple[int, str]] = []
         self._load: Counter[str] = Counter()  # running requests, also of slots that have left
         self._penalties: dict[str, tuple[float, float]] = {}  # slot -> (value, when it was that)
-        self._of_rollout: dict[str, str] = {}
+        self._of_rollout: OrderedDict[str, str] = OrderedDict()  # the most recent one last
         for slot in slots:
             self.add(slot)
 
     @property
     def slots(self) -> tuple[str, ...]:
         return tuple(self._slots)
+
+    @property
+    def rollouts(self) -> tuple[str, ...]:
+        """The rollouts whose slot is remembered, the most recent one last."""
+        return tuple(self._of_rollout)
 
     def load(self, slot: str) -> int:
         """Return the number of a slot's running requests, even if it has left."""
@@ -59,22 +72,25 @@ class Router:
             NoServerError: there is no slot.
         """
         usable = self._usable()
-        slot = self._of_rollout.get(rollout)
+        slot = self._of_rollout.pop(rollout, None)
         if slot not in usable:
-            slot = self._of_rollout[rollout] = self._place(rollout, usable)
+            slot = self._place(rollout, usable)
+        self._of_rollout[rollout] = slot
+        if len(self._of_rollout) > MAX_ROLLOUTS:
+            self._of_rollout.popitem(last=False)
         self._load[slot] += 1
         return slot
 
-    def release(self, rollout: str, slot: str) -> None:
+    def release(self, slot: str) -> None:
         """Note that a request ended or failed; the rollout keeps its slot."""
         if self._load[slot] > 1:
             self._load[slot] -= 1
         else:
             del self._load[slot]
 
-    def end(self, rollout: str) -> None:
-        """Note that a rollout ended. If it continues nevertheless, it is placed as a new one, mostly where it was."""
-        self._of_rollout.pop(rollout, None)
+    def forget_rollouts(self) -> None:
+        """Place all rollouts anew with their next request."""
+        self._of_rollout.clear()
 
     def add(self, slot: str) -> None:
         """Add a slot. It gets first turns at once; running rollouts stay where their turns are cached."""

@@ -1,13 +1,13 @@
 """`retool.fleet.routing`: what verl asks of a router, and which runs can use the ring."""
 
 import asyncio
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.fleet.members_scene import as_the_doctors
+from tests.unit.fleet.remote import Remote
 from verl_ext.fleet import balancer, modes
 from verl_ext.fleet.balancer import RING, RingLoadBalancer, install, refusals
 from verl_ext.fleet.ranks import RankHandle
@@ -101,104 +101,94 @@ def test_a_request_for_a_rank_says_so():
     assert sent == [{"request_id": "x", "prompt_ids": [1], "data_parallel_rank": 3}]
 
 
-def test_the_oldest_rollouts_are_forgotten(asked, monkeypatch):
-    monkeypatch.setattr(balancer, "MAX_ROLLOUTS", 2)
-    router, ended = make("one"), []
-    monkeypatch.setattr(router._router, "end", ended.append)
-    for rollout in "abacd":
+def test_a_clear_forgets_where_the_rollouts_were(asked):
+    router = make("one")
+    for rollout in "aba":
         router.acquire_server(rollout)
-    assert ended == ["b", "a"]
-    assert router.clear_sticky_cache() == {"cleared_entries": 2, "server_loads": {"10.0.0.1:one": 5}}
-    assert ended == ["b", "a", "c", "d"]
+    assert router.clear_sticky_cache() == {"cleared_entries": 2, "server_loads": {"10.0.0.1:one": 3}}
+    assert router.clear_sticky_cache()["cleared_entries"] == 0
 
 
-class Handle:
-    """The handle of a router that lives in this process."""
-
-    def __init__(self, router, *names):
-        async def call(function, **kwargs):
-            return function(**kwargs)
-
-        for name in names:
-            function = getattr(router, name)
-            remote = (lambda f: lambda **kw: asyncio.ensure_future(call(f, **kw)))(function)
-            setattr(self, name, SimpleNamespace(remote=remote))
-
-
-NAMES = ["acquire_server", "release_server", "require_acquire_fields", "require_release_fields"]
-
-
-def client(router, monkeypatch, *names, watched=False):
-    """Return a client over servers that raise what `broken` has; `watched`: that of `retool.fleet.health`."""
-    from verl.workers.rollout.replica import TokenOutput
-
-    from verl_ext.fleet.client import FleetClient
-    from verl_ext.rollout.client import TurnClient
+class Server(str):
+    """A server by its name. It raises what `broken` has for it."""
 
     broken = {}
 
-    async def generate(handle, **request):
-        if handle in broken:
-            raise broken[handle]
+    async def generate(self, **request):
+        from verl.workers.rollout.replica import TokenOutput
+
+        if self in self.broken:
+            raise self.broken[self]
         return TokenOutput(token_ids=[2], stop_reason="completed")
 
-    config = OmegaConf.create({"actor_rollout_ref": run().actor_rollout_ref})
-    made = FleetClient(config, limits=SimpleNamespace(wait_s=5, attempts=3)) if watched else TurnClient(config)
-    made._load_balancer = Handle(router, *NAMES, *names)
-    for of in router._slots.values():
-        for slot, name in of.items():
-            of[slot] = SimpleNamespace(generate=SimpleNamespace(remote=partial(generate, name)))
-    return made, broken
+
+class Untold:
+    """A router like verl's own, which has no `failed`."""
+
+    def __init__(self, router):
+        names = ("acquire_server", "release_server", "require_acquire_fields", "require_release_fields")
+        for name in names:
+            setattr(self, name, getattr(router, name))
 
 
-async def ask(client, rollout):
-    await client.generate(rollout, prompt_ids=[1], sampling_params={})
-    await asyncio.sleep(0)  # releases are sent, not awaited
+@pytest.fixture
+def client(asked, monkeypatch, cpu_platform):
+    """Make the router of some servers and a client that asks it, and note what is broken; `told`: of failures."""
+    from verl_ext.fleet.client import FleetClient
+    from verl_ext.rollout.client import TurnClient
+
+    monkeypatch.setattr(balancer, "ranks_of", lambda handle: RANKS[handle.actor])
+    monkeypatch.setattr(Server, "broken", {})
+
+    def makes(*names, told=True, watched=False):
+        router = RingLoadBalancer({f"10.0.0.1:{name}": Remote(Server(name)) for name in names}, {})
+        more = {"limits": SimpleNamespace(wait_s=5, attempts=3)} if watched else {}
+        config = OmegaConf.create({"actor_rollout_ref": run().actor_rollout_ref})
+        kind = FleetClient if watched else TurnClient
+        made = kind(config, load_balancer_handle=Remote(router if told else Untold(router)), **more)
+        return router, made, Server.broken
+
+    return makes
 
 
-async def served(client, router, rollouts):
-    """Return how many rollouts got an answer, and what each server was asked for in all."""
+async def served(client, rollouts):
+    """Return how many rollouts got an answer."""
     answers = 0
     for rollout in rollouts:
         try:
-            await ask(client, rollout)
+            await client.generate(rollout, prompt_ids=[1], sampling_params={})
             answers += 1
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             pass
+        for _ in range(5):
+            await asyncio.sleep(0)  # releases are sent, not awaited
     return answers
 
 
 @pytest.mark.parametrize("watched", [False, True])
-async def test_a_server_that_fails_at_once_gets_one_request_of_a_hundred(asked, monkeypatch, cpu_platform, watched):
-    router = make("one", "two")
-    made, broken = client(router, monkeypatch, "failed", watched=watched)
+async def test_a_server_that_fails_at_once_gets_one_request_of_a_hundred(client, watched):
+    router, made, broken = client("one", "two", watched=watched)
     broken["one"] = RuntimeError("CUDA error")
-    assert await served(made, router, map(str, range(100))) == 99
+    assert await served(made, map(str, range(100))) == 99
     assert router.get_total_inflight() == 0
 
 
-async def test_without_being_told_it_gets_half_of_them(asked, monkeypatch, cpu_platform):
-    router = make("one", "two")
-    made, broken = client(router, monkeypatch)  # a router as verl's, which has no `failed`
+async def test_without_being_told_it_gets_half_of_them(client):
+    _, made, broken = client("one", "two", told=False)
     broken["one"] = RuntimeError("CUDA error")
-    assert 30 < await served(made, router, map(str, range(100))) < 70
+    assert 30 < await served(made, map(str, range(100))) < 70
 
 
-async def test_a_request_that_every_server_would_refuse_is_not_a_failure(asked, monkeypatch, cpu_platform):
-    router = make("one", "two")
-    made, broken = client(router, monkeypatch, "failed")
-    broken["one"] = broken["two"] = ValueError("the prompt leaves no room")
-    for rollout in map(str, range(20)):
-        with pytest.raises(ValueError, match="no room"):
-            await ask(made, rollout)
-    assert not router._router._penalties
+async def test_a_request_that_every_server_would_refuse_is_not_a_failure(client):
+    _, made, broken = client("one", "two")
+    broken["one"] = ValueError("the prompt leaves no room")
+    assert 30 < await served(made, map(str, range(100))) < 70, "it still gets its half of them"
 
 
-async def test_an_empty_fleet_is_no_servers_failure(asked, monkeypatch, cpu_platform):
-    router = make()
-    made, _ = client(router, monkeypatch, "failed")
+async def test_an_empty_fleet_is_no_servers_failure(client):
+    _, made, _ = client()
     with pytest.raises(NoServerError):
-        await ask(made, "x")
+        await made.generate("x", prompt_ids=[1], sampling_params={})
 
 
 def refused(changes):

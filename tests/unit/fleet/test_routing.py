@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from verl_ext.fleet import routing
 from verl_ext.fleet.routing import HALF_LIFE_S, NoServerError, Router
 
 FOUR = ("a", "b", "c", "d")
@@ -30,7 +31,7 @@ def homes(slots, rollouts):
     found = {}
     for rollout in rollouts:
         found[rollout] = router.acquire(rollout)
-        router.release(rollout, found[rollout])
+        router.release(found[rollout])
     return found
 
 
@@ -54,7 +55,7 @@ def test_with_no_load_each_slot_has_about_its_share_of_the_hashes():
 def test_a_rollout_stays_on_its_slot_while_others_come_and_go():
     router = Router(FOUR)
     slot = router.acquire("mine")
-    router.release("mine", slot)
+    router.release(slot)
     for rollout in ROLLOUTS[:100]:
         router.acquire(rollout)
     router.add("e")
@@ -107,21 +108,30 @@ def test_a_slot_that_joins_a_loaded_fleet_gets_all_first_turns_while_the_others_
 def test_requests_that_ended_are_no_load():
     router = Router(("a",))
     assert router.acquire("x") == router.acquire("y") == "a"
-    router.release("x", "a")
+    router.release("a")
     assert router.load("a") == 1
-    router.release("y", "a")
-    router.release("y", "a")  # of a router before a restart: nobody is there to release
+    router.release("a")
+    router.release("a")  # of a router before a restart: nobody is there to release
     assert router.load("a") == 0 and router.acquire("z") == "a" and router.load("a") == 1
 
 
-def test_a_rollout_that_ended_is_forgotten():
+def test_rollouts_that_are_forgotten_are_placed_anew():
     router = Router(FOUR)
     slot = router.acquire("mine")
     while router.load(slot) < 10:
         router.acquire("mine")
-    router.end("mine")
-    router.end("mine")
-    assert router.acquire("mine") != slot  # a first turn, and its slot is full
+    router.forget_rollouts()
+    assert router.rollouts == () and router.acquire("mine") != slot  # a first turn, and its slot is full
+
+
+def test_only_the_slots_of_the_most_recent_rollouts_are_remembered(monkeypatch):
+    monkeypatch.setattr(routing, "MAX_ROLLOUTS", 2)
+    router = Router(FOUR)
+    for rollout in "abacd":
+        router.acquire(rollout)
+    assert router.rollouts == ("c", "d")
+    router.acquire("c")
+    assert router.rollouts == ("d", "c")
 
 
 def test_without_a_slot_the_error_has_the_words_that_verls_client_waits_for():
@@ -136,15 +146,15 @@ def drive(router, clock, requests, is_failing, at_once=16, takes_s=1.0):
     got, running = Counter(), []
     for rollout in requests:
         while len(running) >= at_once:
-            clock.now, *ended = running.pop(0)
-            router.release(*ended)
+            clock.now, ended = running.pop(0)
+            router.release(ended)
         slot = router.acquire(rollout)
         got[slot] += 1
         if slot in is_failing:
             router.failed(slot)
-            router.release(rollout, slot)
+            router.release(slot)
         else:
-            running.append((clock.now + takes_s, rollout, slot))
+            running.append((clock.now + takes_s, slot))
             running.sort()
     return got
 
@@ -166,7 +176,7 @@ def test_the_rollouts_of_a_server_that_fails_leave_it_and_stay_where_they_go(clo
     router = Router(FOUR, clock=clock)
     slot = router.acquire("mine")
     router.failed(slot)
-    router.release("mine", slot)
+    router.release(slot)
     other = router.acquire("mine")
     assert other != slot
     clock.now += 1000
@@ -212,7 +222,7 @@ def test_requests_of_a_slot_that_left_are_still_its_load():
     router.remove("a")
     router.add("b")
     assert (router.load("a"), router.load("b")) == (1, 0)
-    router.release("x", "a")
+    router.release("a")
     assert router.load("a") == 0
 
 
