@@ -3,7 +3,6 @@
 verl 0.9.1 leaves the rank to vLLM, which takes the least loaded one, where a rollout's next turn may find no cache.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -44,7 +43,14 @@ def obey_rank(servers: ModuleType) -> None:
     async def run_server_of_ranks(self: Any, args: Any) -> None:
         await run_server(self, args)
         self._rank_of = {}  # request -> rank
-        self.engine.add_request = _on_rank(self.engine.add_request, self._rank_of)
+        add_request = self.engine.add_request
+
+        async def add_request_on_rank(request_id: str, *rest: Any, **more: Any) -> Any:
+            if request_id in self._rank_of:
+                more["data_parallel_rank"] = self._rank_of[request_id]
+            return await add_request(request_id, *rest, **more)
+
+        self.engine.add_request = add_request_on_rank
 
     async def generate_on_rank(
         self: Any,
@@ -64,12 +70,3 @@ def obey_rank(servers: ModuleType) -> None:
             self._rank_of.pop(request_id, None)
 
     server.run_server, server.generate = run_server_of_ranks, generate_on_rank
-
-
-def _on_rank(add_request: Callable[..., Any], rank_of: dict[str, int]) -> Callable[..., Any]:
-    async def add_request_on_rank(request_id: str, *rest: Any, **kwargs: Any) -> Any:
-        if request_id in rank_of:
-            kwargs["data_parallel_rank"] = rank_of[request_id]
-        return await add_request(request_id, *rest, **kwargs)
-
-    return add_request_on_rank

@@ -44,12 +44,13 @@ async def test_the_engine_gets_the_rank_of_the_request_and_of_no_other():
     assert await server.generate(prompt_ids=[1], sampling_params={}, request_id="a") == "answer to a"
     with pytest.raises(ValueError, match="empty"):
         await server.generate([], {}, "b", None, data_parallel_rank=0)
+    await server.generate([1], {}, "b")
     assert [kwargs for *_, kwargs in server.engine.asked] == [
         {"priority": 7, "data_parallel_rank": 2},
         {"priority": 0, "data_parallel_rank": None},
         {"priority": 0, "data_parallel_rank": 0},
+        {"priority": 0, "data_parallel_rank": None},
     ]
-    assert not server._rank_of
 
 
 @pytest.mark.timeout(VLLM_S)

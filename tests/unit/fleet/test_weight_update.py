@@ -72,11 +72,13 @@ def test_adapters_that_are_merged_are_weights():
 
 
 @pytest.fixture
-def registry(cpu_platform, monkeypatch):
+def registered(cpu_platform, monkeypatch):
+    """What is registered with verl from now on: name -> what loads the class."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
-    return RolloutReplicaRegistry
+    loads = {}
+    monkeypatch.setattr(RolloutReplicaRegistry, "register", lambda name, load: loads.update({name: load}))
+    return loads
 
 
 def composed(mode, objective="glm5_async", *overrides):
@@ -88,17 +90,16 @@ def composed(mode, objective="glm5_async", *overrides):
 @pytest.mark.parametrize(
     ("mode", "replica"), [("abort", "FleetReplica"), ("drain", "DrainReplica"), ("keep", "KeepReplica")]
 )
-def test_verl_gets_the_replica_of_the_mode(registry, mode, replica):
+def test_verl_gets_the_replica_of_the_mode(registered, mode, replica):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     install(composed(mode))
-    assert registry.get("vllm").__name__ == replica
+    assert registered["vllm"]().__name__ == replica
 
 
 @pytest.mark.parametrize("override", ["trainer.v1.trainer_mode=sync", "actor_rollout_ref.rollout.name=sglang"])
-def test_verls_own_stays_if_no_request_meets_an_update_and_with_other_servers(registry, override):
-    before = dict(registry._registry)
+def test_verls_own_stays_if_no_request_meets_an_update_and_with_other_servers(registered, override):
     install(composed("abort", "dapo", override, "retool.fleet.health.enable=false"))
-    assert registry._registry == before
+    assert registered == {}
 
 
 @pytest.mark.timeout(180)  # vLLM's import
@@ -114,8 +115,7 @@ def test_ray_can_send_the_servers_class(cpu_platform, mode):
     ray.cloudpickle.dumps(actor.__ray_metadata__.modified_class)
 
 
-def test_the_start_of_a_run_says_what_is_wrong_and_what_to_do(registry):
-    before = dict(registry._registry)
+def test_the_start_of_a_run_says_what_is_wrong_and_what_to_do(registered):
     with pytest.raises(ValueError, match=r"rollout_is=null: the trainer would use its own .* versions\. Use an obj"):
         install(composed("keep", "dapo"))
-    assert registry._registry == before
+    assert registered == {}
