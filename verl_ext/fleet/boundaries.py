@@ -11,6 +11,10 @@ class Boundaries:
     def __init__(self) -> None:
         self._of: dict[str, list[Run]] = {}  # (tokens that were there, the version from then on)
 
+    def __len__(self) -> int:
+        """Return the number of running requests."""
+        return len(self._of)
+
     def admit(self, request_id: str, version: int | None) -> None:
         """Note that a request goes to the engine, which holds weights of `version`."""
         self._of[request_id] = [(0, version)]

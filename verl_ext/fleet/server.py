@@ -37,7 +37,7 @@ class FleetServer(WatchedServer):
     def _post_init(self, cuda_visible_devices: str) -> None:
         """Set up state in verl's hook at the end of `__init__`."""
         super()._post_init(cuda_visible_devices)
-        self._boundaries = Boundaries()
+        self.boundaries = Boundaries()
         self._landing: set[str] = set()  # admitted, but not in the engine yet
         self._beginning_again: set[str] = set()
 
@@ -67,11 +67,11 @@ class FleetServer(WatchedServer):
                 if request_id not in self._beginning_again:
                     break
                 self._beginning_again.discard(request_id)
-            runs = self._boundaries.end(request_id, len(output.token_ids))
+            runs = self.boundaries.end(request_id, len(output.token_ids))
             output.extra_fields.setdefault("version_runs", runs)  # already set if another server decodes for this one
             return output
         finally:
-            self._boundaries.forget(request_id)
+            self.boundaries.forget(request_id)
             self._landing.discard(request_id)
             self._beginning_again.discard(request_id)
 
@@ -79,7 +79,7 @@ class FleetServer(WatchedServer):
         rejected = await super()._park_until_admitted(request_id)
         if rejected is None:
             self._landing.add(request_id)
-            self._boundaries.admit(request_id, self.global_steps)
+            self.boundaries.admit(request_id, self.global_steps)
         return rejected
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class FleetServer(WatchedServer):
             await self._read_all_outputs()
             states = self.engine.output_processor.request_states.values()
             written = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
-            if again := self._boundaries.cross(written, self.global_steps):
+            if again := self.boundaries.cross(written, self.global_steps):
                 self._beginning_again.update(again)
                 await self.engine.abort(again)
         await super().resume_engine_generation()

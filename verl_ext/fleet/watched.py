@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_ext.fleet.client import FAILED
 
-LOOK_S = 0.1  # how soon a heartbeat under way ends when the engine dies
+NOTICE_S = 0.1  # how soon a heartbeat under way ends when the engine dies
 KILL_TIMEOUT_S = 10.0  # from an engine's kill until vLLM notices, which looks once a second
 
 
@@ -56,7 +56,7 @@ class WatchedServer(vLLMHttpServer):
         self.engine.generate = generate_or_part
         pids = [process.pid for process in self.engine.engine_core.resources.engine_manager.processes]
         self._engines = [psutil.Process(pid) for pid in pids]  # psutil spares a later process of the same pid
-        self._reaper = start_reaper(pids)
+        self.reaper = start_reaper(pids)
 
     def _part(self, request_id: str) -> Any:
         """Return the tokens of a request that a dead engine left behind, in vLLM's form for an aborted request."""
@@ -106,7 +106,7 @@ class WatchedServer(vLLMHttpServer):
         answer = asyncio.ensure_future(self.engine.is_paused())
         try:
             while not answer.done():  # vLLM leaves it unanswered when the engine dies under it
-                await asyncio.wait([answer], timeout=LOOK_S)
+                await asyncio.wait([answer], timeout=NOTICE_S)
                 if not answer.done() and (self._is_given_up or self.engine.errored):
                     raise EngineDeadError()
             await answer

@@ -7,53 +7,25 @@ from typing import Any
 
 import pytest
 
+from tests.unit.fleet.server_scene import serving, settle
 from tests.unit.fleet.versioned_engine import Engine
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.timeout(180)  # vLLM's import
 
 
-def serve(name: str, **changes: Any) -> Any:
-    """Return a server of our class, as verl's `__init__` and `run_server` leave it, without vLLM's process."""
-    from verl.workers.rollout.replica import RolloutMode
-    from verl.workers.rollout.vllm_rollout import vllm_async_server
-
-    from verl_ext.fleet import server as servers
-
-    made = object.__new__(getattr(servers, name))
-    rollout = SimpleNamespace(max_model_len=64, response_length=32, prompt_length=32, full_determinism=False, mtp=None)
-    rollout.enable_rollout_routing_replay, rollout.get = False, lambda _, default=None: default
-    model = SimpleNamespace(processor=None, lora_rank=0, lora={})
-    made.__dict__ |= {"config": rollout, "model_config": model, "rollout_mode": RolloutMode.STANDALONE}
-    made.__dict__ |= {"replica_rank": 0, "node_rank": 0, "global_steps": 1, "_disaggregation_role": "null"}
-    made.__dict__ |= {"_submission_paused": False, "_admitting": 0, "_rejecting": False}
-    made.__dict__ |= {"_master_address": "", "_master_port": 0, "_dp_rpc_port": 0, "_dp_master_port": 0}
-    made._resume_event = asyncio.Event()
-    made.__dict__ |= changes
-    made._post_init("")
-
-    async def run_server(self: Any, args: Any) -> None:
-        self.engine = Engine()
-
-    stock, vllm_async_server.vLLMHttpServer.run_server = vllm_async_server.vLLMHttpServer.run_server, run_server
-    return made, lambda: setattr(vllm_async_server.vLLMHttpServer, "run_server", stock)
-
-
 @pytest.fixture
-def scene(cpu_platform):
+def scene(cpu_platform, monkeypatch):
     """Run a coroutine function with a server and its engine."""
 
     def play(name: str, script: Callable[..., Any], **changes: Any) -> Any:
         async def run() -> Any:
-            server, restore = serve(name, **changes)
+            engine = Engine()
             try:
-                await server.run_server(None)
+                async with serving(monkeypatch, name, engine, **changes) as server:
+                    return await asyncio.wait_for(script(server, engine), 20)
             finally:
-                restore()
-            try:
-                return await asyncio.wait_for(script(server, server.engine), 20)
-            finally:
-                server.engine.reader.cancel()
+                engine.reader.cancel()
 
         return asyncio.run(run())
 
@@ -63,12 +35,6 @@ def scene(cpu_platform):
 def ask(server: Any, name: str, tokens: int) -> asyncio.Future:
     params = {"max_tokens": tokens, "logprobs": True}
     return asyncio.ensure_future(server.generate([5, 6], params, request_id=name))
-
-
-async def settle() -> None:
-    """Let every task continue as far as it can."""
-    for _ in range(200):
-        await asyncio.sleep(0)
 
 
 async def update(server: Any, engine: Engine, version: int) -> None:
@@ -218,9 +184,12 @@ def test_a_request_that_never_lands_stops_the_update(scene, monkeypatch):
     monkeypatch.setattr(servers, "LANDING_TIMEOUT_S", 0.01)
 
     async def script(server, engine):
-        server._landing.add("a")
+        engine.takes_requests.clear()
+        request = ask(server, "a", 2)
+        await settle()
         with pytest.raises(TimeoutError, match="1 admitted requests did not reach"):
             await server.abort_all_requests()
+        request.cancel()
 
     scene("KeepServer", script)
 
@@ -256,15 +225,29 @@ def test_a_server_that_leaves_interrupts_its_requests_and_rejects_others(scene, 
     assert stops == ["aborted", "aborted"] and engine.pauses == [("abort", False)] and engine.added == 1
 
 
-def test_a_request_that_is_cancelled_leaves_nothing_behind(scene):
+@pytest.mark.parametrize("where", ["on its way", "in the engine", "as it begins again"])
+def test_a_request_that_is_cancelled_leaves_nothing_behind(scene, where):
     async def script(server, engine):
+        if where == "on its way":
+            engine.takes_requests.clear()
         request = ask(server, "a", 5)
         await settle()
+        if where == "as it begins again":
+            await server.abort_all_requests()
+            await server.set_global_steps(2)
+            await server.resume_engine_generation()  # the engine has aborted it, which it has not learned yet
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-        assert not server._boundaries._of and not server._landing and not server._beginning_again
+        engine.takes_requests.set()
+        assert not len(server.boundaries)
+        await update(server, engine, 3)  # waits for no request that is on its way
+        again = ask(server, "a", 1)
+        await settle()
+        engine.step()
+        return await again
 
-    scene("KeepServer", script)
+    output = scene("KeepServer", script)
+    assert versions(output) == output.token_ids == [3]
 
 
 def test_a_dead_engine_does_not_hang_the_update(scene):
@@ -277,7 +260,10 @@ def test_a_dead_engine_does_not_hang_the_update(scene):
     scene("KeepServer", script)
 
 
-@pytest.mark.parametrize("changes", [{"rollout_mode": "hybrid"}, {"model_config": SimpleNamespace(processor="images")}])
+IMAGES = SimpleNamespace(hf_config=SimpleNamespace(max_position_embeddings=64), processor="images")
+
+
+@pytest.mark.parametrize("changes", [{"rollout_mode": "hybrid"}, {"model_config": IMAGES}])
 def test_a_server_of_another_replica_mode_or_with_images_is_refused(scene, changes):
     with pytest.raises(ValueError, match="Set retool.fleet.weight_update=abort"):
         scene("KeepServer", None, **changes)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.remote import Remote
+from tests.unit.fleet.server_scene import serving, settle
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.timeout(180)  # vLLM's import
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.timeout(180)  # vLLM's import
 
 class Engine:
     """vLLM's AsyncLLM. `step` samples a token of each request: 100, 101, ...; its log-prob is minus the token."""
+
+    add_request = None  # `FleetServer` wraps it; nothing here calls it
 
     def __init__(self, process: subprocess.Popen):
         from vllm.v1.engine.output_processor import OutputProcessor
@@ -85,42 +88,18 @@ class Engine:
 @pytest.fixture
 def scene(cpu_platform, monkeypatch):
     """Run a coroutine function with a server and its engine, whose process a test may kill."""
-    from verl.workers.rollout.replica import RolloutMode
-    from verl.workers.rollout.vllm_rollout import vllm_async_server
-
-    from verl_ext.fleet import server as servers
-    from verl_ext.fleet import watched
-
-    async def run_server(self: Any, args: Any) -> None:
-        self.engine = args
-        self.engine.add_request = None  # what `FleetServer` wraps
-
-    monkeypatch.setattr(vllm_async_server.vLLMHttpServer, "run_server", run_server)
 
     def play(script: Any, name: str = "WatchedServer") -> Any:
-        made = object.__new__(getattr(watched, name, None) or getattr(servers, name))
-        rollout = SimpleNamespace(max_model_len=64, response_length=32, prompt_length=32, full_determinism=False)
-        rollout.mtp, rollout.enable_rollout_routing_replay, rollout.get = None, False, lambda _, default=None: default
-        model = SimpleNamespace(processor=None, lora_rank=0, lora={})
-        made.__dict__ |= {"config": rollout, "model_config": model, "rollout_mode": RolloutMode.STANDALONE}
-        made.__dict__ |= {"replica_rank": 0, "node_rank": 0, "global_steps": 7, "_disaggregation_role": "null"}
-        made.__dict__ |= {"_submission_paused": False, "_admitting": 0, "_rejecting": False}
-        made._resume_event = asyncio.Event()
-        for each in ("_master_address", "_master_port", "_dp_rpc_port", "_dp_master_port"):
-            setattr(made, each, None)
-        made._post_init("")
         process = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"], start_new_session=True)
 
         async def run() -> Any:
             engine = Engine(process)
-            await made.run_server(engine)
             watcher = asyncio.ensure_future(engine.watch())
             try:
-                return await asyncio.wait_for(script(made, engine), 20)
+                async with serving(monkeypatch, name, engine) as server:
+                    return await asyncio.wait_for(script(server, engine), 20)
             finally:
                 watcher.cancel()
-                made._reaper.stdin.close()
-                made._reaper.wait()
 
         try:
             return asyncio.run(run())
@@ -136,11 +115,6 @@ def ask(server: Any, name: str, tokens: int) -> asyncio.Future:
 
     params = {"max_tokens": tokens, "logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
     return asyncio.ensure_future(server.generate([5, 6], params, request_id=name))
-
-
-async def settle() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 async def watch(server: Any, engine: Engine) -> None:
@@ -165,9 +139,9 @@ def test_requests_of_a_killed_engine_return_with_their_tokens_and_log_probs(scen
     long, short = scene(script, name)
     assert long.token_ids == [100, 101, 102] and long.log_probs == [-100.0, -101.0, -102.0]
     assert long.stop_reason == "aborted" and long.extra_fields["server_failed"]
-    assert long.extra_fields["global_steps"] == 7
+    assert long.extra_fields["global_steps"] == 1
     if name != "WatchedServer":
-        assert long.extra_fields["version_runs"] == [(3, 7)]
+        assert long.extra_fields["version_runs"] == [(3, 1)]
     assert short.token_ids == [100, 101] and short.stop_reason == "completed"
     assert "server_failed" not in short.extra_fields
 
@@ -196,11 +170,11 @@ def test_a_server_gives_up_when_its_requests_have_their_answers(scene, monkeypat
     """It takes long to build those of thousands of requests."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    generate = vLLMHttpServer.generate
+    generate, may_answer = vLLMHttpServer.generate, asyncio.Event()
 
     async def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = await generate(self, *args, **kwargs)
-        await asyncio.sleep(1.5)
+        await may_answer.wait()
         return answer
 
     monkeypatch.setattr(vLLMHttpServer, "generate", slow)
@@ -210,9 +184,13 @@ def test_a_server_gives_up_when_its_requests_have_their_answers(scene, monkeypat
         request = ask(server, "long", 9)
         await settle()
         engine.step()
-        await server.give_up()
-        await asyncio.sleep(0.05)
-        assert request.done() and request.result().token_ids == [100]
+        gives_up = asyncio.ensure_future(server.give_up())
+        while not engine.errored:
+            await asyncio.sleep(0.01)
+        assert not (await asyncio.wait([gives_up], timeout=0.2))[0]
+        may_answer.set()
+        await gives_up
+        assert (await request).token_ids == [100]
 
     scene(script)
 
@@ -255,7 +233,7 @@ def test_without_a_watch_verls_own_client_asks_no_dead_engine_again(scene):
 
 def test_an_engine_ends_with_the_process_of_its_server(scene):
     async def script(server, engine):
-        server._reaper.stdin.close()  # as if the process were killed
+        server.reaper.stdin.close()  # as if the process were killed
         assert await asyncio.to_thread(engine.process.wait, 10) == -9
 
     scene(script)

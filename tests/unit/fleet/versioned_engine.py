@@ -30,6 +30,8 @@ class Engine:
         self.waiting: dict[str, SimpleNamespace] = {}
         self.salts: list[str | None] = []
         self.mode, self.pauses, self.added, self.resets = None, [], 0, 0
+        self.takes_requests = asyncio.Event()
+        self.takes_requests.set()
         self.reader = asyncio.ensure_future(self._read())
 
     async def list_loras(self) -> list[int]:
@@ -37,6 +39,7 @@ class Engine:
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, **_: Any) -> asyncio.Queue:
         await asyncio.sleep(0)  # the prompt is looked at
+        await self.takes_requests.wait()
         self.added += 1
         queue, name = asyncio.Queue(), f"{request_id}-{self.added}"
         state = SimpleNamespace(external_req_id=request_id, detokenizer=Detokenizer(), queue=queue)
