@@ -14,6 +14,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.fleet.routing import ROUTER_S, server_of
 from verl_ext.rollout.client import AsyncTurnClient, Request
 from verl_ext.rollout.liveness import GONE
 from verl_ext.settings import HealthSettings
@@ -24,7 +25,6 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 FAILED = "server_failed"  # extra field of an output that its server did not finish: another server continues it
 GAVE_UP = "error"  # stop reason of a turn that makes the rollout an infrastructure failure (rollout/loop.py)
 PAUSE_S = 0.5  # until a request asks again for a server, or asks an unreachable one again
-ROUTER_S = 10.0  # for the router to remove a server; it takes milliseconds
 MAX_UNREACHED = 20  # consecutive tries that did not reach the server; one more counts as a lost request
 
 
@@ -71,7 +71,7 @@ class _Request(Request):
             if not output.extra_fields.pop(FAILED, False):
                 return output
         turn = self._turns[request_id]
-        name = turn.server.split("/")[0]
+        name = server_of(turn.server)
         turn.lost.append(name)
         lost = len(turn.lost)
         await self._leave_out(name)  # before anyone's next request

@@ -16,7 +16,8 @@ from uuid import uuid4
 from verl_ext.runs import durable
 
 FOLDER = "fleet_commands"
-TAKE_S = 20.0  # a run looks once a second
+EVERY_S = 1.0  # between two looks of a run for commands
+TAKE_S = 20.0  # for a run to take a command
 ANSWER_S = 180.0  # for the answer, which may wait for a weight update
 _POLL_S = 0.1
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from verl_ext.fleet.modes import (
     needs_loops_that_ask_for_servers,
     needs_servers_that_may_change,
 )
-from verl_ext.fleet.replicas import GIVE_UP_S, free_gpus, place_of, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.replicas import free_gpus, give_up, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.routing import ROUTER_ONCE_S, server_of
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine import CheckpointEngineManager
@@ -37,14 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-LOOK_S = 1.0  # between two looks for commands
 START_S = 900.0  # for a server to start, unless `retool.fleet.health.wait_s` sets another limit
 LEAVE_S = 120.0  # for a leaving server to abort its requests; vLLM answers within seconds
 GRACE_S = 5.0  # for requests that the router sent but that have not arrived yet; the server sends them back
-ANSWER_S = 5.0  # for a server to report the version of its weights
-ROUTER_S = 60.0  # for the router to answer; it takes milliseconds
+VERSION_S = 5.0  # for a server to report the version of its weights
 WAITS = "waits for weights"
-DEAD = "dead"
 
 
 class Members:
@@ -53,10 +51,16 @@ class Members:
     Args:
         servers: manages the servers, all of which have dedicated GPUs.
         checkpoints: gives them weights. If servers are watched, it also lets them join (transfer.py).
+        stop: (replica, hangs=False) frees all that a replica holds, even if its process hangs.
     """
 
-    def __init__(self, servers: "LLMServerManager", checkpoints: "CheckpointEngineManager"):
-        self._servers, self._checkpoints = servers, checkpoints
+    def __init__(
+        self,
+        servers: "LLMServerManager",
+        checkpoints: "CheckpointEngineManager",
+        stop: Callable[..., None] = stop_replica,
+    ):
+        self._servers, self._checkpoints, self._stop_replica = servers, checkpoints, stop
         # Held while weights or the lists change. If servers are watched, it is the lock of `transfer.py`.
         self._lock = getattr(checkpoints, "lock", None) or threading.Lock()
         highest = max((each.replica_rank for each in checkpoints.replicas), default=-1)
@@ -71,8 +75,7 @@ class Members:
         stays = "A run keeps the servers of its start", "restart it with as many servers as it needs", self._setting
         within = [*needs_loops_that_ask_for_servers(*stays)]
         self._router_knows_load = not within
-        found = (*needs_servers_that_may_change(*stays), *within)
-        self._refusals = in_sentences(found)
+        self._refusals = in_sentences((*needs_servers_that_may_change(*stays), *within))
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
@@ -84,7 +87,7 @@ class Members:
             self._set(self._checkpoints.replicas)
             if new:
                 handles = {each.server_address: each.server_handle for each in new}
-                ray.get(self._servers.global_load_balancer.add_servers.remote(handles), timeout=ROUTER_S)
+                ray.get(self._servers.global_load_balancer.add_servers.remote(handles), timeout=ROUTER_ONCE_S)
             for each in new:
                 del self._coming[each.replica_rank]
                 logger.info("fleet: server %d has joined at %s", each.replica_rank, each.server_address)
@@ -96,7 +99,7 @@ class Members:
         ended = threading.Event()
 
         def look() -> None:
-            while not ended.wait(LOOK_S):
+            while not ended.wait(commands.EVERY_S):
                 try:
                     for command in commands.take(run):  # a command that waits for an update delays no other
                         threading.Thread(target=self.obey, args=(command,), name="fleet command", daemon=True).start()
@@ -137,7 +140,7 @@ class Members:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each server's number, address, state, requests (in total and per rank), and its weights' step."""
-        status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_S)
+        status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_ONCE_S)
         slots = status.get("slots", status["servers"]) if self._router_knows_load else {}
         rows, coming = [], dict(self._coming)
         waiting = [each for each in self._newcomers or () if each.replica_rank not in coming]
@@ -145,13 +148,12 @@ class Members:
         for state, replicas in (("serves", there), ("leaves", [*self._leaving.values()]), (WAITS, waiting)):
             for each in replicas:
                 address = each.server_address
-                ranks = [load for slot, load in slots.items() if slot.split("/")[0] == address]
-                row = {"server": each.replica_rank, "address": address, "ranks": ranks}
-                row["state"] = DEAD if each in self._dead else state
-                rows.append(row | {"requests": sum(ranks) if ranks else None, "version": _version(each)})
-        for server, state in coming.items():
-            row = {"server": server, "address": None, "state": state, "ranks": []}
-            rows.append(row | {"requests": None, "version": None})
+                ranks = [load for slot, load in slots.items() if server_of(slot) == address]
+                row = {"server": each.replica_rank, "state": "dead" if each in self._dead else state, "ranks": ranks}
+                load = sum(ranks) if ranks else None
+                rows.append(row | {"address": address, "requests": load, "version": _version(each)})
+        unknown = {"ranks": [], "address": None, "requests": None, "version": None}
+        rows += [{"server": server, "state": state, **unknown} for server, state in coming.items()]
         return sorted(rows, key=lambda row: row["server"])
 
     def add(self) -> str:
@@ -180,20 +182,21 @@ class Members:
     def _start(self, server: int) -> None:
         try:
             start = partial(start_replica, self._servers, server)
-            replica = start_in_time(start, stop_replica, self._setting("retool.fleet.health.wait_s", START_S))
+            replica = start_in_time(start, self._stop_replica, self._setting("retool.fleet.health.wait_s", START_S))
         except Exception as error:  # any: the run continues with the servers that it has
             logger.exception("fleet: server %d did not start", server)
-            self._coming[server] = f"did not start: {error!r}"
             self._starting.discard(server)
+            self._coming[server] = f"did not start: {error!r}"
             return
         with self._lock:
             if self._newcomers is None:
-                self._coming[server] = WAITS
                 self._ready.append(replica)
+                self._starting.discard(server)
+                self._coming[server] = WAITS
             else:  # the watch lets it join, or declares it dead
-                del self._coming[server]
                 self._newcomers.append(replica)
-        self._starting.discard(server)
+                self._starting.discard(server)
+                del self._coming[server]
         logger.info("fleet: server %d has started and waits for weights", server)
 
     def remove(self, server: int) -> str:
@@ -216,7 +219,7 @@ class Members:
             (replica,) = [each for each in replicas if each.replica_rank == server]
             router = self._servers.global_load_balancer  # first: if it does not answer, the server stays
             try:
-                ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
+                ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_ONCE_S)
             except TimeoutError:  # the router may remove the server later: the next message adds the server again
                 if replica not in self._dead:
                     router.add_servers.remote({replica.server_address: replica.server_handle})
@@ -237,22 +240,14 @@ class Members:
             hangs = isinstance(error, TimeoutError)
             logger.warning("fleet: server %d did not let go of its requests", server, exc_info=True)
             if self._newcomers is not None:  # only watched servers return the tokens of their requests
-                self._get_back(replica)
+                asyncio.run(give_up(replica, GRACE_S))
         try:
-            stop_replica(replica, place_of(replica) if hangs else None)
+            self._stop_replica(replica, hangs)
             logger.info("fleet: server %d has left", server)
         except Exception:  # any of Ray's: the run continues
             logger.exception("fleet: server %d gets no requests, but its GPUs and processes were not freed", server)
         finally:
             del self._leaving[server]
-
-    def _get_back(self, replica: "RolloutReplica") -> None:
-        """Get the tokens of a server whose engine hangs or is dead from its front end (`FleetServer.give_up`)."""
-        try:
-            ray.get(replica.server_handle.give_up.remote(), timeout=GIVE_UP_S)
-            time.sleep(GRACE_S)
-        except (AttributeError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-            logger.warning("fleet: server %d did not hand back its requests: %r", replica.replica_rank, error)
 
     @property
     def _dead(self) -> Collection["RolloutReplica"]:
@@ -274,6 +269,6 @@ class Members:
 def _version(replica: "RolloutReplica") -> int | None:
     """Return the step whose weights a server has, or None if it does not answer in time."""
     try:
-        return ray.get(replica.server_handle.__ray_call__.remote(lambda server: server.global_steps), timeout=ANSWER_S)
+        return ray.get(replica.server_handle.__ray_call__.remote(lambda server: server.global_steps), timeout=VERSION_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
         return None

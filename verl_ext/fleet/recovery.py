@@ -11,18 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_ext.fleet.health import Health, Pulse, State
-from verl_ext.fleet.replicas import GIVE_UP_S, place_of, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.replicas import GIVE_UP_S, give_up, in_thread, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.routing import ROUTER_S
 from verl_ext.fleet.transfer import FleetCheckpointManager, are_alike, is_death, read
 from verl_ext.ledger.servers import ServerJournal
 from verl_ext.rollout.liveness import GONE
@@ -34,7 +34,6 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 ON_THEIR_WAY_S = 1.0  # for the returned requests to arrive, before the process is killed
 START_PAUSE_S = 10.0  # between two tries to start a replacement; doubles up to MAX_START_PAUSE_S
 MAX_START_PAUSE_S = 600.0  # so that a lost GPU does not use up the run's replacements at once
-ROUTER_S = 10.0  # for the router to answer a round; it takes milliseconds
 LOCK_S = 1.0  # between two checks that the watch still runs
 MAX_UNTOLD = 60  # consecutive rounds without reaching the router; one more ends the run
 
@@ -62,7 +61,7 @@ class Fleet:
         weights: gives the servers their weights.
         router: any of verl's load balancers, a Ray actor.
         start: number -> a started replica.
-        stop: frees all that a replica holds; gets the node and pid of its process if that hangs. Both may block.
+        stop: (replica, hangs=False) frees all that a replica holds, even if its process hangs. Both may block.
         note: receives each event, as `ServerJournal.note` does.
     """
 
@@ -72,7 +71,7 @@ class Fleet:
         weights: FleetCheckpointManager,
         router: Any,
         start: Callable[[int], RolloutReplica],
-        stop: Callable[[RolloutReplica, tuple[str, int] | None], None],
+        stop: Callable[..., None],
         note: Callable[[str, str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -90,6 +89,7 @@ class Fleet:
         self._arrival: asyncio.Future | None = None  # of newcomers, in progress
         self._actor_is_idle = self._is_exact = False
         self._closing = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()), daemon=True, name="fleet")
         self._follow()
 
     @classmethod
@@ -113,8 +113,11 @@ class Fleet:
     def watch(self) -> None:
         """Start the watch in a separate thread."""
         self._weights.pulse = Pulse()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()), daemon=True, name="fleet")
         self._thread.start()
+
+    @property
+    def is_watching(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self) -> None:
         self._closing.set()
@@ -140,6 +143,12 @@ class Fleet:
             self._weights.check()
         self._weights.lock.release()
         self._weights.check()
+
+    @property
+    def lets_newcomers_in(self) -> bool:
+        """Whether the actor is idle and newcomers may have its weights."""
+        is_last_resort = not any(each not in self._weights.dead for each in self._weights.replicas)
+        return self._actor_is_idle and (self._is_exact or is_last_resort)
 
     # The fleet's thread ----------------------------------------------------------------------------------------------
 
@@ -183,8 +192,8 @@ class Fleet:
                 raise TimeoutError(f"the router did not answer in {self._untold} rounds in a row") from error
             logger.warning("the router could not be reached in %d rounds in a row: %r", self._untold, error)
         ready = [each for each in self._weights.newcomers if each not in self._weights.suspected]
-        if ready and self._actor_is_idle and self._arrival is None:
-            self._arrival = asyncio.ensure_future(_in_thread(self._let_newcomers_in))
+        if ready and self.lets_newcomers_in and self._arrival is None:
+            self._arrival = asyncio.wrap_future(in_thread(self._let_newcomers_in))
         if self._arrival is not None and self._arrival.done():
             arrival, self._arrival = self._arrival, None
             arrival.result()
@@ -193,8 +202,13 @@ class Fleet:
             burial.result()
         self._write_events()
         weights = self._weights
-        living = [each for each in (*weights.newcomers, *weights.replicas) if each not in weights.dead]
-        if not (living or weights.starting or self._servers or self._burials):
+        # `starting` first: a server that another thread starts is a newcomer before it leaves `starting`.
+        if not (
+            weights.starting
+            or self._servers
+            or self._burials
+            or any(each not in weights.dead for each in (*weights.newcomers, *weights.replicas))
+        ):
             spent = f"all retool.fleet.health.max_replacements={self._limits.max_replacements} replacements are used"
             raise RuntimeError(f"no server is left, and {spent}. See the servers' log, or raise the limit")
 
@@ -293,23 +307,16 @@ class Fleet:
     def _let_newcomers_in(self) -> None:
         """Give newcomers weights. Runs in a thread next to the heartbeats, because a newcomer may die during it."""
         with self._weights.lock:
-            is_last_resort = not any(each not in self._weights.dead for each in self._weights.replicas)
-            if self._actor_is_idle and (self._is_exact or is_last_resort):
+            if self.lets_newcomers_in:  # still
                 self._weights.let_newcomers_in()
 
     async def _bury(self, server: _Server) -> None:
         """Get back the tokens of its requests, free its GPUs and processes, and start a replacement."""
         self._events.append(("died", server.name, server.health.why))
         self._weights.starting.add(server.replica.replica_rank)  # the GPUs that it frees are for its replacement
-        hangs = False
+        hangs = await give_up(server.replica, ON_THEIR_WAY_S)
         try:
-            await asyncio.wait_for(_answer(server.replica.server_handle.give_up), GIVE_UP_S)
-            await asyncio.sleep(ON_THEIR_WAY_S)
-        except (TimeoutError, RayError) as error:
-            hangs = isinstance(error, TimeoutError)
-            logger.warning("server %s did not hand back its requests: %r", server.name, error)
-        try:
-            await _in_thread(self._stop, server.replica, hangs)
+            await asyncio.wrap_future(in_thread(self._stop_replica, server.replica, hangs))
         except Exception:  # any of Ray's: the others live, and a replacement may start all the same
             logger.exception("server %s is dead, but its GPUs and processes were not freed", server.name)
         try:
@@ -317,16 +324,14 @@ class Fleet:
         finally:
             self._weights.starting.discard(server.replica.replica_rank)
 
-    def _stop(self, replica: RolloutReplica, hangs: bool = False) -> None:
-        self._stop_replica(replica, place_of(replica) if hangs else None)
-
     async def _replace(self, name: str) -> None:
         pause_s = START_PAUSE_S
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
                 start = partial(self._start_replica, next(self._weights.numbers))
-                replica = await _in_thread(start_in_time, start, self._stop, self._limits.wait_s)
+                started = in_thread(start_in_time, start, self._stop_replica, self._limits.wait_s)
+                replica = await asyncio.wrap_future(started)
             except Exception as error:  # of vLLM, Ray or the machine: the cause may pass
                 logger.exception("the replacement of server %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
@@ -344,25 +349,6 @@ class Fleet:
             "servers' log for the cause, or raise the limit.",
             *(name, self._limits.max_replacements),
         )
-
-
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Run like `asyncio.to_thread`, but hold up neither the loop's nor the process's end: Ray may not answer."""
-    answer: Future = Future()
-
-    def run() -> None:
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(function(*args))
-            except Exception as error:  # any: it is raised at the call
-                answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="fleet's call").start()
-    return await asyncio.wrap_future(answer)
-
-
-async def _answer(method: Any) -> None:
-    await method.remote()
 
 
 async def _beat(replica: RolloutReplica) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import state  # what Ray's head knows; the public API for it needs Ray's dashboard
@@ -54,20 +54,13 @@ def start_in_time(
     Raises:
         TimeoutError: it took longer. Other errors: those of `start`.
     """
-    answer: Future = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(start())
-        except Exception as error:  # any: it is raised to the caller
-            answer.set_exception(error)
 
     def stop_late(answer: Future) -> None:
         if answer.exception() is None:
             logger.warning("a server took longer than %g s to start and is stopped", wait_s)
             stop(answer.result())
 
-    threading.Thread(target=run, daemon=True, name="start of a server").start()
+    answer = in_thread(start)
     try:
         return answer.result(timeout=wait_s)
     except TimeoutError as error:
@@ -79,23 +72,49 @@ def start_in_time(
         ) from error
 
 
-def place_of(replica: "RolloutReplica") -> tuple[str, int] | None:
-    """Return the node and pid of a live server, else None. Ray's head is asked, because the server may hang."""
-    known = state.actors(replica.server_handle._actor_id.hex())
-    return (known["Address"]["NodeID"], known["Pid"]) if known.get("State") == "ALIVE" else None
+def in_thread(function: Callable[..., Any], *args: Any) -> Future:
+    """Begin a call in a thread that holds up the end of neither an event loop nor the process: Ray may not answer."""
+    answer: Future = Future()
+
+    def run() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(function(*args))
+            except Exception as error:  # any: it is raised to the caller
+                answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="a call of the fleet").start()
+    return answer
 
 
-def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = None) -> None:
+async def give_up(replica: "RolloutReplica", then_s: float) -> bool:
+    """Get the tokens of the requests of a server whose engine is dead or hangs from its front end (watched.py).
+
+    Args:
+        then_s: to wait for the requests to arrive where they came from.
+    Returns:
+        whether the front end hangs as well.
+    """
+    try:
+        await asyncio.wait_for(replica.server_handle.give_up.remote(), GIVE_UP_S)
+        await asyncio.sleep(then_s)
+    except (TimeoutError, RayError) as error:
+        logger.warning("server %s did not hand back its requests: %r", replica.server_address, error)
+        return isinstance(error, TimeoutError)
+    return False
+
+
+def stop_replica(replica: "RolloutReplica", hangs: bool = False) -> None:
     """End the processes of a server, dead or alive, and give its GPUs back to Ray.
 
     Return once Ray has taken them back, so that another server can start on them at once: verl raises if they are not
     free (ray/base.py:239). Other servers may stop and start meanwhile.
 
     Args:
-        hanging: node and pid of its server if that does not answer, because Ray only asks a process to end itself.
+        hangs: the server's process does not answer. It is killed, because Ray only asks a process to end itself.
     """
-    if hanging is not None:
-        node, pid = hanging
+    if hangs and (place := place_of(replica)):
+        node, pid = place
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         try:
             ray.get(_kill.options(scheduling_strategy=there).remote(pid), timeout=KILL_S)
@@ -116,6 +135,12 @@ def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = No
             logger.warning("Ray has not freed %s of a server that was stopped %g s ago.", left, FREE_S)
             return
         time.sleep(0.1)
+
+
+def place_of(replica: "RolloutReplica") -> tuple[str, int] | None:
+    """Return the node and pid of a live server, else None. Ray's head is asked, because the server may hang."""
+    known = state.actors(replica.server_handle._actor_id.hex())
+    return (known["Address"]["NodeID"], known["Pid"]) if known.get("State") == "ALIVE" else None
 
 
 def free_gpus() -> float:

@@ -29,8 +29,17 @@ UNWATCHED_S = 120.0  # without a round of the watch, which takes a second or two
 POLL_S = 0.1  # how soon a weight update skips a replica that was declared dead
 
 
+def worker_group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
+    """Return the workers of some replicas as one group, whose answers come in the replicas' order."""
+    workers = [worker for replica in replicas for worker in replica.workers]
+    return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+
+
 class FleetCheckpointManager(CheckpointEngineManager):
     """verl's manager of weight updates, which skips dead servers.
+
+    Args:
+        group: makes one worker group of some replicas.
 
     Attributes:
         replicas: those that have weights, as verl's.
@@ -48,8 +57,15 @@ class FleetCheckpointManager(CheckpointEngineManager):
         fault: why nobody watches the replicas any more, so that a hanging one would not be declared dead.
     """
 
-    def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
+    def __init__(
+        self,
+        config: Any,
+        actor_wg: RayWorkerGroup,
+        replicas: Sequence[RolloutReplica],
+        group: Callable[[Sequence[RolloutReplica]], RayWorkerGroup] = worker_group,
+    ):
         super().__init__(config=config, actor_wg=actor_wg, replicas=list(replicas))
+        self._group = group
         self.newcomers: list[RolloutReplica] = []
         self.starting: set[int] = set()
         self.dead: set[RolloutReplica] = set()
@@ -138,7 +154,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
             return group.execute_checkpoint_engine(**arguments | {"method": [method] * group.world_size})
 
         async def prepare(replica: RolloutReplica) -> None:
-            prepared[replica] = await asyncio.gather(*all_ranks(_group([replica]), "prepare"))
+            prepared[replica] = await asyncio.gather(*all_ranks(self._group([replica]), "prepare"))
 
         living = await self._of_living(replicas, prepare)
         if not living:
@@ -162,9 +178,9 @@ class FleetCheckpointManager(CheckpointEngineManager):
         """Call all workers of the replicas as one group; return the replicas whose workers all answered."""
         if not replicas:
             return []
-        answers = iter(call(_group(replicas)))
+        answers = iter(call(self._group(replicas)))
         of = {replica: [next(answers) for _ in replica.workers] for replica in replicas}
-        return await self._of_living(replicas, lambda replica: _all(of[replica]), of_actor)
+        return await self._of_living(replicas, lambda replica: asyncio.gather(*of[replica]), of_actor)
 
     async def _of_living(
         self,
@@ -235,15 +251,6 @@ def _begun(calls: Iterable[Awaitable[Any]]) -> list[asyncio.Future]:
     for each in begun:
         each.add_done_callback(read)
     return begun
-
-
-async def _all(answers: list[Any]) -> None:
-    await asyncio.gather(*answers)
-
-
-def _group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
-    workers = [worker for replica in replicas for worker in replica.workers]
-    return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
 
 
 def is_death(error: BaseException) -> bool:

@@ -25,19 +25,18 @@ def _after_what_is_ready(wait: Any) -> Any:
 @pytest.fixture
 def make(cpu_platform, monkeypatch):
     """Make the weight manager of some replicas."""
-    from verl_ext.fleet import recovery, transfer
+    from verl_ext.fleet import recovery, replicas, transfer
 
-    monkeypatch.setattr(transfer, "_group", Group)
     monkeypatch.setattr(transfer, "POLL_S", 0.01)
     monkeypatch.setattr(recovery, "GIVE_UP_S", 0.05)
-    monkeypatch.setattr(recovery, "place_of", lambda replica: ("node", 100 + replica.replica_rank))
+    monkeypatch.setattr(replicas, "GIVE_UP_S", 0.05)
     monkeypatch.setattr(recovery, "ON_THEIR_WAY_S", 0.0)
     monkeypatch.setattr(recovery, "START_PAUSE_S", 0.0)
     monkeypatch.setattr(asyncio, "wait", _after_what_is_ready(asyncio.wait))
 
     def makes(*replicas: Replica) -> Any:
         engine = SimpleNamespace(backend="shared_file", custom_backend_module="verl_ext.cpu.checkpoint_engine")
-        return transfer.FleetCheckpointManager(engine, Actor(), replicas)
+        return transfer.FleetCheckpointManager(engine, Actor(), replicas, Group)
 
     return makes
 

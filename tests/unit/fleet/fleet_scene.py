@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,15 +24,24 @@ class Worker:
 
     def __init__(self) -> None:
         self.mode, self.given_up = "well", 0
+        self._hanging: list[asyncio.Future] = []
+
+    def wake(self) -> None:
+        """Answer the calls that it left hanging, and those to come."""
+        self.mode = "well"
+        for each in self._hanging:
+            if not each.done():
+                each.set_result(None)
 
     async def get_replica_rank(self) -> None:
-        await self._answer()
+        await self.answer()
 
-    async def _answer(self) -> None:
+    async def answer(self) -> None:
         from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
         if self.mode == "hangs":
-            await asyncio.sleep(3600)
+            self._hanging.append(asyncio.get_running_loop().create_future())
+            await self._hanging[-1]
         if self.mode == "gone":
             raise RayActorError()
         if self.mode == "oom":
@@ -46,12 +56,12 @@ class Server(Worker):
     """A worker that also has vLLM's engine."""
 
     async def beat(self) -> None:
-        await self._answer()
+        await self.answer()
 
     async def give_up(self) -> None:
         self.given_up += 1
         if self.mode == "gone":
-            await self._answer()
+            await self.answer()
 
 
 class Replica:
@@ -70,7 +80,7 @@ class Replica:
     async def call(self, name: str) -> None:
         self.log.append((name, self.replica_rank))
         self.server.mode = self.at.get(name, self.server.mode)
-        await self.server._answer()
+        await self.server.answer()
 
     async def abort_all_requests(self):
         await self.call("abort")
@@ -117,9 +127,15 @@ class Actor:
 
 
 class Scene:
-    """A fleet of two servers that have weights of version 1; a round is a hundredth of a second."""
+    """A fleet of two servers that have weights of version 1; a round is a hundredth of a second.
 
-    def __init__(self, make: Any, folder: Any, **changes: Any):
+    Args:
+        balancer: of the servers in a dict, verl's own unless another is given.
+        clock: seconds; without one, each round of `rounds` takes a hundredth.
+        limits: what differs from `LIMITS`.
+    """
+
+    def __init__(self, make: Any, folder: Any, balancer: Any = None, clock: Any = None, **limits: Any):
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
         from verl_ext.fleet.recovery import Fleet
@@ -128,19 +144,20 @@ class Scene:
         self.weights = make(*self.replicas)
         self.weights.version = 1
         handles = {each.server_address: each.server_handle for each in self.replicas}
-        self.balancer = GlobalRequestLoadBalancer(handles | {"of another pool": None})
-        self.now, self.stopped, self.started, self.failing_starts = 0.0, [], [], 0
-        self.hanging: list = []
+        self.balancer = (balancer or GlobalRequestLoadBalancer)(handles | {"of another pool": None})
+        self.now, self.started, self.failing_starts = 0.0, [], 0
+        self.stopped: list[Replica] = []
+        self.hanging: list[Replica] = []  # of those that were stopped
         self.journal, self.disk_is_full = ServerJournal(folder), False
         self.journal.begin(each.server_address for each in self.replicas)
         self.fleet = Fleet(
-            HealthSettings(**vars(LIMITS) | changes),
+            HealthSettings(**vars(LIMITS) | limits),
             self.weights,
             Remote(self.balancer),
-            start=self.start,
-            stop=lambda replica, hanging: (self.stopped.append(replica), self.hanging.append(hanging)),
+            start=lambda number: self.start(number),  # what a test puts in its place
+            stop=lambda *arguments: self.stop(*arguments),
             note=self.note,
-            clock=lambda: self.now,
+            clock=clock or (lambda: self.now),
         )
 
     def start(self, number: int) -> Replica:
@@ -149,6 +166,10 @@ class Scene:
             raise OSError("no GPU")
         self.started.append(Replica(number))
         return self.started[-1]
+
+    def stop(self, replica: Replica, hangs: bool = False) -> None:
+        self.hanging += [replica] * hangs
+        self.stopped.append(replica)
 
     def note(self, *event: str) -> None:
         if self.disk_is_full:
@@ -164,7 +185,16 @@ class Scene:
             await self.fleet.round()
 
     async def until(self, is_so: Any) -> None:
+        """Make rounds until something is so."""
         deadline = time.monotonic() + 10
         while not is_so():
             assert time.monotonic() < deadline, "it did not come to pass in 10 s"
             await self.rounds(1)
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    """Wait for what other threads do."""
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to pass in 10 s"
+        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +85,7 @@ def make_world(monkeypatch):
     monkeypatch.setattr(members, "ray", fake_ray)
     monkeypatch.setattr(replicas, "ray", fake_ray)
     monkeypatch.setattr(members, "GRACE_S", 0)
-    monkeypatch.setattr(members, "LOOK_S", 0.02)
+    monkeypatch.setattr(commands, "EVERY_S", 0.02)
     there = [Replica(number, world) for number in range(2)]
     for replica in there:
         asyncio.run(replica.init_standalone())
@@ -111,13 +110,6 @@ def make_world(monkeypatch):
 
 def states(world):
     return {row["server"]: row["state"] for row in world.members.rows()}
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def as_the_doctors(settings):

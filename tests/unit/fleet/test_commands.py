@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from verl_ext.fleet import __main__ as command_line
+from verl_ext.fleet.__main__ import main
 from verl_ext.fleet.commands import FOLDER, NoAnswer, Refused, ask, clear, take
 
 
@@ -141,26 +141,26 @@ def run(tmp_path):
 
 def test_list_prints_a_table(run, obey, capsys):
     obey(lambda command: command.answer(ROWS))
-    command_line.main(["list", str(run)])
+    main(["list", str(run)])
     assert capsys.readouterr().out == PRINTED
 
 
 @pytest.mark.parametrize("words", [["add"], ["remove", "2"]])
 def test_the_words_of_the_command_reach_the_run(run, obey, capsys, words):
     told = obey(lambda command: command.answer("Server 2 does."))
-    command_line.main([words[0], str(run), *words[1:]])
+    main([words[0], str(run), *words[1:]])
     assert told == [words] and capsys.readouterr().out == "Server 2 does.\n"
 
 
 def test_a_refusal_is_the_exit_status(run, obey, capsys):
     obey(lambda command: command.refuse("No server 7 serves."))
     with pytest.raises(SystemExit, match="No server 7 serves."):
-        command_line.main(["remove", str(run), "7"])
+        main(["remove", str(run), "7"])
 
 
 def test_a_folder_that_is_no_run_gets_no_files(tmp_path):
     with pytest.raises(SystemExit, match="No run at"):
-        command_line.main(["list", str(tmp_path)])
+        main(["list", str(tmp_path)])
     assert [*tmp_path.iterdir()] == []
 
 

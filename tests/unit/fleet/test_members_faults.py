@@ -3,32 +3,35 @@
 import asyncio
 import itertools
 import threading
-import time
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.fleet.members_scene import call, refused, states, wait_until
+from tests.unit.fleet.fleet_scene import wait_until
+from tests.unit.fleet.members_scene import call, refused, states
+from verl_ext.fleet import members
+from verl_ext.fleet.members import Members
+from verl_ext.fleet.replicas import in_thread
 
 
 def test_a_removed_server_that_hangs_returns_its_requests_and_is_killed_on_its_node(world, monkeypatch):
-    from verl_ext.fleet import members
-
     stopped = []
     monkeypatch.setattr(members, "LEAVE_S", 0.05)
-    monkeypatch.setattr(members, "place_of", lambda replica: ("node", replica.replica_rank))
-    monkeypatch.setattr(members, "stop_replica", lambda *arguments: stopped.append(arguments))
+    world.checkpoints.newcomers = []  # it is watched
+    watched = Members(world.servers, world.checkpoints, lambda *arguments: stopped.append(arguments))
     replica = world.checkpoints.replicas[1]
 
     async def hang(reject_request):
         await asyncio.sleep(3600)
 
+    async def give_up():
+        stopped.append("handed back")
+
     replica.abort_all_requests = hang
-    replica.server_handle.give_up = call(lambda: stopped.append("handed back"))
-    world.members._newcomers = []  # it is watched
-    world.members.remove(1)
+    replica.server_handle.give_up = call(give_up)
+    watched.remove(1)
     wait_until(lambda: len(stopped) == 2)
-    assert stopped == ["handed back", (replica, ("node", 1))]
+    assert stopped == ["handed back", (replica, True)]
 
 
 def test_a_server_that_dies_while_it_is_removed_is_left_to_the_watch(world):
@@ -40,13 +43,11 @@ def test_a_server_that_dies_while_it_is_removed_is_left_to_the_watch(world):
     assert replica in world.checkpoints.replicas and world.members.rows()
 
 
-def test_a_removed_server_that_cannot_be_stopped_is_not_listed_forever(world, monkeypatch, caplog):
-    from verl_ext.fleet import members
-
+def test_a_removed_server_that_cannot_be_stopped_is_not_listed_forever(world, caplog):
     def stop(*arguments):
         raise ConnectionError("Ray is busy")
 
-    monkeypatch.setattr(members, "stop_replica", stop)
+    world.members = Members(world.servers, world.checkpoints, stop)
     world.may_leave.set()
     world.members.remove(0)
     wait_until(lambda: states(world) == {1: "serves"})
@@ -90,7 +91,7 @@ def test_two_servers_that_are_added_at_once_do_not_get_the_same_gpu(world):
     told = refused(world.members.add)
     assert told.startswith("A server needs 1 GPUs, but Ray has 1 free, and 1 starting servers")
     world.may_start.set()
-    wait_until(lambda: not world.members._starting)
+    wait_until(lambda: states(world)[2] == "waits for weights")
     assert world.members.add().startswith("Server 3 is starting")
 
 
@@ -99,17 +100,15 @@ def test_an_added_server_that_does_not_start_in_time_has_failed(world):
     OmegaConf.update(world.servers.config, "retool.fleet.health.wait_s", 0.05)
     world.may_start.clear()
     world.members.add()
-    wait_until(lambda: not world.members._starting)
-    assert states(world)[2].startswith("did not start: TimeoutError('the server did not start in 0.05 s")
+    wait_until(lambda: states(world)[2].startswith("did not start: TimeoutError('the server did not start in 0.05 s"))
     world.may_start.set()
     wait_until(lambda: ("free", "gpus 2") in world.log)  # nobody would have it
-    assert not world.members._ready
+    with world.members.weights_change():
+        assert len(world.checkpoints.replicas) == 2
 
 
 def test_if_servers_are_watched_a_new_one_joins_like_a_replacement(world):
     """It must not count as having weights before it has them: the watch would route requests to it."""
-    from verl_ext.fleet.members import Members
-
     watched = world.checkpoints
     watched.lock, watched.numbers, watched.newcomers = threading.RLock(), itertools.count(5), []
     watched.starting = set()
@@ -135,8 +134,6 @@ def test_if_servers_are_watched_a_new_one_joins_like_a_replacement(world):
 
 
 def test_a_server_that_dies_before_its_first_weights_does_not_stay_in_the_list(world):
-    from verl_ext.fleet.members import Members
-
     watched = world.checkpoints
     watched.lock, watched.numbers, watched.newcomers, watched.dead = threading.RLock(), itertools.count(5), [], set()
     world.members = Members(world.servers, watched)
@@ -149,18 +146,15 @@ def test_a_server_that_dies_before_its_first_weights_does_not_stay_in_the_list(w
 
 
 def test_no_server_leaves_while_the_watch_gives_weights(world):
-    from verl_ext.fleet.members import Members
-
     world.checkpoints.lock, world.checkpoints.numbers = threading.RLock(), itertools.count(2)
     world.checkpoints.newcomers = []
     world.members = Members(world.servers, world.checkpoints)
     with world.checkpoints.lock:
-        thread = threading.Thread(target=world.members.remove, args=(1,))
-        thread.start()
-        time.sleep(0.1)
+        removal = in_thread(world.members.remove, 1)
+        with pytest.raises(TimeoutError):
+            removal.result(0.1)
         assert len(world.checkpoints.replicas) == 2
-    thread.join(10)
-    assert len(world.checkpoints.replicas) == 1
+    assert removal.result(10) and len(world.checkpoints.replicas) == 1
     world.may_leave.set()
 
 

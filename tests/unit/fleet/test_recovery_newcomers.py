@@ -27,11 +27,12 @@ def test_a_newcomer_is_let_in_while_the_actor_waits_with_the_weights_of_the_othe
         if comes_in:
             await made.until(lambda: "server 2" in made.routed())
         else:
-            await made.until(lambda: made.fleet._arrival is None)
-            await made.rounds(2)
+            assert not made.fleet.lets_newcomers_in
+            await made.rounds(5)
             assert "server 2" not in made.routed()
         assert made.weights.actor_wg.sent == [1] * comes_in
         made.fleet.actor_works()
+        assert not made.fleet.lets_newcomers_in
 
     scene(script)
 
@@ -41,11 +42,10 @@ def test_the_actor_continues_only_when_a_newcomer_has_its_weights(scene):
         made.weights.newcomers.append(Replica(7, load="hangs"))
         made.fleet.actor_waits(is_exact=True)
         await made.until(lambda: made.weights.updating)
-        goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
-        await asyncio.sleep(0.1)
-        assert not goes_on.done()
+        goes_on = asyncio.ensure_future(asyncio.to_thread(lambda: made.fleet.actor_works() or made.weights.updating))
+        await made.until(lambda: not made.fleet.lets_newcomers_in)
         made.weights.dead.add(made.weights.newcomers[0])
-        await goes_on
+        assert not await goes_on
 
     scene(script)
 
@@ -57,7 +57,7 @@ def test_no_further_newcomer_is_let_in_once_the_actor_would_work(scene):
         await made.until(lambda: made.weights.updating)
         made.weights.newcomers.append(Replica(8))
         goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
-        await made.until(lambda: not made.fleet._actor_is_idle)
+        await made.until(lambda: not made.fleet.lets_newcomers_in)
         made.weights.dead.add(made.weights.newcomers[0])
         await made.until(goes_on.done)
         await made.rounds(3)
@@ -106,8 +106,7 @@ def test_a_server_that_is_suspected_when_weights_change_comes_back_when_it_answe
         made.fleet.actor_waits(is_exact=True)
         await made.rounds(2)
         assert made.weights.newcomers == [silent] and made.routed() == ["server 1"] and not silent.log
-        made.fleet._servers[0].beat.cancel()
-        made.fleet._servers[0].beat, silent.server.mode = None, "well"
+        silent.server.wake()
         await made.until(lambda: "server 0" in made.routed())
         assert made.weights.replicas == [made.replicas[1], silent] and not made.weights.dead and not made.started
 

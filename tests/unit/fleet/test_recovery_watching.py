@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.unit.fleet.fleet_scene import Replica, Scene
-from tests.unit.fleet.remote import Remote
+from tests.unit.fleet.fleet_scene import Replica, Scene, wait_until
+from verl_ext.fleet.replicas import in_thread
 from verl_ext.ledger.servers import read_servers
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
@@ -15,41 +15,39 @@ pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
 
 @pytest.fixture
 def unwatched(make, tmp_path):
-    """A fleet whose watching fails within a tenth of a second."""
+    """A fleet whose watching fails once `is_over` is set."""
     made = Scene(make, tmp_path)
+    made.is_over = threading.Event()
 
     def wrong() -> None:
-        time.sleep(0.1)
+        assert made.is_over.wait(10)
         raise ValueError("we erred")
 
     made.balancer.get_all_servers = wrong
     made.fleet.watch()
     yield made
+    made.is_over.set()
     made.fleet.close()
 
 
 def test_a_fault_of_the_watching_itself_reaches_the_trainer(unwatched):
-    unwatched.fleet._thread.join(10)
-    with pytest.raises(RuntimeError, match="no longer watched") as raised:
-        unwatched.fleet.actor_works()
-    assert "we erred" in str(raised.value.__cause__)
-
-
-def test_a_fault_of_the_watching_ends_the_wait_for_rollouts(unwatched):
-    """No rollout comes: a server hangs that nobody declares dead. The sampler calls `check` at each poll."""
-    deadline = time.monotonic() + 10
-    with pytest.raises(RuntimeError, match="no longer watched"):
-        while time.monotonic() < deadline:
-            unwatched.weights.check()
-            time.sleep(0.01)
+    unwatched.fleet.actor_works()
+    unwatched.is_over.set()
+    wait_until(lambda: not unwatched.fleet.is_watching)
+    for asks in (unwatched.fleet.actor_works, unwatched.weights.check):
+        with pytest.raises(RuntimeError, match="no longer watched") as raised:
+            asks()
+        assert "we erred" in str(raised.value.__cause__)
 
 
 def test_a_fault_of_the_watching_ends_an_update_of_the_weights(unwatched):
-    unwatched.weights.replicas = [unwatched.replicas[0], Replica(2, load="hangs")]
-    update = threading.Thread(target=unwatched.weights.update_weights, daemon=True)
-    update.start()
-    update.join(10)
-    assert not update.is_alive()
+    hanging = Replica(2, load="hangs")
+    unwatched.weights.replicas = [unwatched.replicas[0], hanging]
+    update = in_thread(unwatched.weights.update_weights)
+    wait_until(lambda: ("load", 2) in hanging.log)
+    unwatched.is_over.set()
+    with pytest.raises(RuntimeError, match="no longer watched"):
+        update.result(10)
 
 
 def test_an_odd_error_that_all_heartbeats_have_is_ours(scene):
@@ -169,7 +167,6 @@ def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, 
     """As if Ray's head were gone: a call of Ray does not return."""
     from verl_ext.fleet import recovery, transfer
 
-    monkeypatch.setattr(transfer, "UNWATCHED_S", 1.5)
     monkeypatch.setattr(recovery, "LOCK_S", 0.05)
     made, is_over, is_held = Scene(make, tmp_path), threading.Event(), threading.Event()
 
@@ -182,17 +179,15 @@ def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, 
         threading.Thread(target=hold, daemon=True).start()
         assert is_held.wait(10)
     made.fleet.watch()
-    for _ in range(90):  # it continues without a complaint
-        made.weights.check()
-        time.sleep(0.02)
-    made.balancer.get_all_servers = lambda: is_over.wait(30)  # holds the thread's loop
+    wait_until(lambda: made.weights.check() or made.weights.pulse.rounds > 20)  # it continues without a complaint
+    all_servers, hangs = made.balancer.get_all_servers, threading.Event()
+    made.balancer.get_all_servers = lambda: hangs.set() or is_over.wait(30) and all_servers()  # holds the thread's loop
+    assert hangs.wait(10)
     monkeypatch.setattr(transfer, "UNWATCHED_S", 0.3)
-    deadline = time.monotonic() + 10
     with pytest.raises(RuntimeError, match=r"has not finished a round for \d+ s \(is the Ray head gone\?\)"):
-        while time.monotonic() < deadline:
-            made.fleet.actor_works()
-            time.sleep(0.02)
+        wait_until(made.fleet.actor_works)
     is_over.set()
+    made.fleet.close()
 
 
 def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watching(scene, monkeypatch):
@@ -202,9 +197,6 @@ def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watchi
     monkeypatch.setattr(balancer, "ranks_of", lambda handle: 1)
 
     async def script(made):
-        handles = {each.server_address: each.server_handle for each in made.replicas}
-        made.balancer = balancer.RingLoadBalancer(handles | {"of another pool": None}, {})
-        made.fleet._router = Remote(made.balancer)
         made.weights.newcomers.append(new := Replica(7))
         new.config.data_parallel_size = 2
         await made.weights.update_weights(global_steps=2)
@@ -222,19 +214,19 @@ def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watchi
         await made.rounds(1)
         assert made.routed() == ["server 0", "server 1"] and made.weights.dead == {new}
 
-    scene(script)
+    scene(script, balancer=lambda servers: balancer.RingLoadBalancer(servers, {}))
 
 
 def test_a_dead_server_that_cannot_be_stopped_is_still_replaced(scene, caplog):
     async def script(made):
-        def stop(replica, hanging):
+        def stop(replica, hangs=False):
             raise ConnectionError("Ray is busy")
 
-        made.fleet._stop_replica = stop
+        made.stop = stop
         made.replicas[0].server.mode = "dead"
         await made.until(lambda: made.weights.newcomers)
         await made.rounds(3)
-        assert made.routed() == ["server 1"] and not made.fleet._burials
+        assert made.routed() == ["server 1"] and not made.weights.starting
 
     scene(script)
     assert "server 0 is dead, but its GPUs and processes were not freed" in caplog.text
@@ -257,56 +249,49 @@ def test_a_full_disk_keeps_no_dead_server_and_its_events_are_written_when_there_
 
 
 def test_a_run_without_a_server_ends_if_none_can_be_started(make, tmp_path):
-    made = Scene(make, tmp_path, max_replacements=1)
+    made = Scene(make, tmp_path, clock=time.monotonic, max_replacements=1)
     made.failing_starts = 9
-    made.fleet._clock = time.monotonic
     for each in made.replicas:
         each.server.mode = "dead"
     made.fleet.watch()
-    made.fleet._thread.join(10)
+    wait_until(lambda: not made.fleet.is_watching)
     with pytest.raises(RuntimeError, match=r"no server is left, .*max_replacements=1 .*from its newest"):
         made.fleet.actor_works()
 
 
 def test_a_start_that_never_ends_has_failed_after_wait_s(make, tmp_path):
-    made, never = Scene(make, tmp_path, max_replacements=1, wait_s=0.2), threading.Event()
-    late = Replica(2)
-    made.fleet._start_replica = lambda number: never.wait(30) and late
-    made.fleet._clock = time.monotonic
+    made = Scene(make, tmp_path, clock=time.monotonic, max_replacements=1, wait_s=0.2)
+    never, late = threading.Event(), Replica(2)
+    made.start = lambda number: never.wait(30) and late
     for each in made.replicas:
         each.server.mode = "dead"
     made.fleet.watch()
-    made.fleet._thread.join(10)
+    wait_until(lambda: not made.fleet.is_watching)
     with pytest.raises(RuntimeError, match="no server is left"):
         made.fleet.actor_works()
     assert read_servers(tmp_path).failed_starts == 1
     assert "did not start in 0.2 s" in (tmp_path / "servers.jsonl").read_text()
     never.set()  # it must be stopped, or its GPUs would be nobody's
-    deadline = time.monotonic() + 10
-    while late not in made.stopped:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: late in made.stopped)
 
 
 def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):
     made = Scene(make, tmp_path)
+    assert not made.fleet.is_watching
     made.fleet.watch()
-    time.sleep(0.1)
+    wait_until(lambda: made.weights.pulse.rounds > 3)
     made.fleet.close()
-    made.fleet._thread.join(10)
-    assert not made.fleet._thread.is_alive() and made.routed() == ["server 0", "server 1"]
+    wait_until(lambda: not made.fleet.is_watching)
+    assert made.routed() == ["server 0", "server 1"]
     made.fleet.actor_works()
 
 
 def test_the_run_ends_while_a_replacement_starts_that_never_will(make, tmp_path):
-    made, never = Scene(make, tmp_path, every_s=0.01), threading.Event()
-    began = threading.Event()
-    made.fleet._start_replica = lambda number: began.set() or never.wait(30)
+    made, began, never = Scene(make, tmp_path), threading.Event(), threading.Event()
+    made.start = lambda number: began.set() or never.wait(30)
     made.replicas[0].server.mode = "dead"
     made.fleet.watch()
     assert began.wait(10)
     made.fleet.close()
-    made.fleet._thread.join(10)  # less than the start would take
-    is_alive = made.fleet._thread.is_alive()
+    wait_until(lambda: not made.fleet.is_watching)  # within less than the start would take
     never.set()
-    assert not is_alive

@@ -3,11 +3,11 @@
 import asyncio
 import gc
 import threading
-import time
 
 import pytest
 
-from tests.unit.fleet.fleet_scene import Replica
+from tests.unit.fleet.fleet_scene import Replica, wait_until
+from verl_ext.fleet.replicas import in_thread
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
 
@@ -54,10 +54,11 @@ def test_a_replica_that_cannot_be_reached_in_an_update_lives_and_waits_for_the_n
 def test_an_update_waits_for_one_that_hangs_until_it_is_declared_dead(make, step):
     hanging, other = Replica(0, **{step: "hangs"}), Replica(1)
     manager = make(hanging, other)
-    began = time.monotonic()
-    threading.Timer(0.3, manager.dead.add, [hanging]).start()  # the fleet's thread
-    manager.update_weights(global_steps=4)
-    assert 0.3 <= time.monotonic() - began < 5
+    update = in_thread(lambda: manager.update_weights(global_steps=4))
+    wait_until(lambda: (step, 0) in hanging.log and (step, 1) in other.log)
+    assert not update.done()
+    manager.dead.add(hanging)  # as the fleet's thread does
+    update.result(10)
     assert manager.replicas == [other] and other.log[-1][0] == "resume"
 
 
@@ -104,7 +105,8 @@ def test_an_actor_that_fails_ends_the_update_at_once_and_kills_no_replica(make, 
     manager = make(*replicas)
 
     async def fail():
-        await asyncio.sleep(0.05)
+        while any(each.log[-1][0] != step for each in replicas):
+            await asyncio.sleep(0)
         raise ValueError("the actor is out of memory")
 
     method = {"init_process_group": "execute_checkpoint_engine", "load": "update_weights"}[step]
@@ -129,6 +131,7 @@ def test_no_error_of_an_update_that_fails_stays_unread(make):
 
     async def fail(name):
         if name == "load":
+            manager.fault = ValueError("we erred")
             raise OSError("a CUDA error")
 
     failing.call = fail
@@ -136,7 +139,6 @@ def test_no_error_of_an_update_that_fails_stays_unread(make):
     async def update():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: complaints.append(context["message"]))
-        loop.call_later(0.05, setattr, manager, "fault", ValueError("we erred"))
         with pytest.raises(RuntimeError, match="we erred"):
             await manager.update_weights(global_steps=4)
         gc.collect()
