@@ -100,6 +100,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         "runs/test_durable.py",
         "checkpoints/test_power_loss.py",
     ],
+    "verl_ext/checkpoints/rolling.py": ["checkpoints/test_rolling.py", "checkpoints/test_power_loss.py"],
     "verl_ext/checkpoints/manifest.py": [
         "checkpoints/test_manifest.py",
         "checkpoints/test_folder.py",

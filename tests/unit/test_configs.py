@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.checkpoints.folder import Rolling
+from verl_ext.checkpoints.rolling import Rolling
 from verl_ext.doctor.schema import (
     KEYS_WITHOUT_EFFECT,
     has_type_of,

@@ -9,18 +9,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 import wrapt
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
 from verl_ext.checkpoints.course import Course, has_other_rows, require_same_rows, warn_of_another_rate
+from verl_ext.checkpoints.rolling import Rolling
 from verl_ext.runs.lock import own_training_folder
 from verl_ext.versions import VERL, require_versions
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
-_rolling: checkpoints.Rolling | None = None  # of this process's run
+_rolling: Rolling | None = None  # of this process's run
 
 
 def install(verl: ModuleType) -> None:
@@ -32,9 +34,9 @@ def install(verl: ModuleType) -> None:
         RuntimeError: its version is not the one that the patches were written for.
     """
     require_versions(VERL, "verl_ext/checkpoints/hooks.py")
-    wrapt.register_post_import_hook(_guard_sft, "verl.utils.checkpoint.checkpoint_handler")
-    wrapt.register_post_import_hook(_guard_rl, "verl.trainer.ppo.v1.trainer_base")
-    wrapt.register_post_import_hook(_sync_shards, "verl.utils.checkpoint.fsdp_checkpoint_manager")
+    wrapt.register_post_import_hook(guard_sft, "verl.utils.checkpoint.checkpoint_handler")
+    wrapt.register_post_import_hook(guard_rl, "verl.trainer.ppo.v1.trainer_base")
+    wrapt.register_post_import_hook(sync_shards, "verl.utils.checkpoint.fsdp_checkpoint_manager")
     wrapt.register_post_import_hook("verl_ext.checkpoints.lora:fold_when_merged", "verl.model_merger.base_model_merger")
 
 
@@ -46,7 +48,7 @@ def _publish(folder: Path, step: int) -> Path:
     return checkpoint
 
 
-def _sync_shards(module: ModuleType) -> None:
+def sync_shards(module: ModuleType) -> None:
     """verl/utils/checkpoint/fsdp_checkpoint_manager.py (0.9.1): `FSDPCheckpointManager`, of SFT and of RL's workers.
 
     - :272 `save_checkpoint` returns when the shards are in the memory of their machine. Here it waits for the disk, on
@@ -63,104 +65,122 @@ def _sync_shards(module: ModuleType) -> None:
     manager.save_checkpoint = save_checkpoint
 
 
-def _guard_sft(module: ModuleType) -> None:
-    """verl/utils/checkpoint/checkpoint_handler.py (0.9.1): `CheckpointHandler`.
+def guard_sft(module: ModuleType) -> None:
+    """verl/utils/checkpoint/checkpoint_handler.py (0.9.1): put a subclass in the place of `CheckpointHandler`."""
+    module.CheckpointHandler = type("CheckpointHandler", (WholeSaves, module.CheckpointHandler), {})
 
-    - :88 `save_checkpoint`: rank 0 writes the tracker before other ranks have saved their data-loader state. A kill
-      then leaves a checkpoint whose rank 1 starts its data anew. Here it writes into `.saving/`.
-    - :184 `_determine_resume_path` takes what the tracker names, whole or not, and from a folder that another run uses.
-    - :157 `_load_dataloader_state`: a missing file starts the data anew with a warning; and a state saved after the
-      last batch of an epoch yields nothing in the next one, which trainer/sft_trainer.py:341 counts all the same: that
-      epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401). A step of the checkpoint
-      is taken for a step of this run, whatever rows either has (`course.py`).
-    - :127 `load_checkpoint`: a complete run would train one more step (trainer/sft_trainer.py:365).
-    """
-    handler = module.CheckpointHandler
-    save, load, load_data = handler.save_checkpoint, handler.load_checkpoint, handler._load_dataloader_state
 
-    def barrier(self: Any) -> None:
-        if self.mode == module.OrchestrationMode.SPMD:
-            module.torch.distributed.barrier()
+class WholeSaves:
+    """SFT's saves and resumes. It stands before verl's `CheckpointHandler`, whose lines are named."""
 
-    def ranks_of(self: Any) -> int:
-        return 1 if self.mode == module.OrchestrationMode.RAY else self.engine.get_data_parallel_size()
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether each rank is a process with a handler; in verl's mode RAY there is one handler."""
+        return self.mode.name == "SPMD"
 
-    def course_of(self: Any) -> Course:
-        return Course.of(self.train_dataloader, ranks_of(self), getattr(self.engine, "optimizer_config", None))
+    def _wait_for_ranks(self) -> None:
+        if self._has_ranks:
+            dist.barrier()
 
-    def is_complete(self: Any, step: int) -> bool:
-        return 0 < (course_of(self).total_training_steps or 0) <= step
+    def _num_data_ranks(self) -> int:
+        return self.engine.get_data_parallel_size() if self._has_ranks else 1
 
-    def save_checkpoint(self: Any, step: int) -> None:
+    def _course(self) -> Course:
+        return Course.of(self.train_dataloader, self._num_data_ranks(), getattr(self.engine, "optimizer_config", None))
+
+    def _is_complete(self, step: int) -> bool:
+        return 0 < (self._course().total_training_steps or 0) <= step
+
+    def save_checkpoint(self, step: int) -> None:
+        """Save into `.saving/` until all ranks' parts are on the disk.
+
+        verl's (:90): rank 0 writes the tracker (:132) before the other ranks need have saved their data-loader state. A
+        kill then leaves a checkpoint whose rank 1 starts its data anew.
+        """
         folder = Path(self.default_local_dir)
         if self.rank == 0:
             checkpoints.begin(folder)
-        barrier(self)
+        self._wait_for_ranks()
         self.default_local_dir = str(folder / checkpoints.SAVING)
         checkpoint = checkpoints.path_of(folder / checkpoints.SAVING, step)
         try:
-            save(self, step)
+            super().save_checkpoint(step)
             if self.rank == 0:
-                course_of(self).write(checkpoint)
+                self._course().write(checkpoint)
             manifest.sync_own(checkpoint, self.rank)  # `data_<rank>.pt`
         finally:
             self.default_local_dir = str(folder)
-        barrier(self)  # all ranks' parts are on disk
+        self._wait_for_ranks()  # all ranks' parts are on disk
         if self.rank == 0:
             _publish(folder, step)
-        barrier(self)
+        self._wait_for_ranks()
 
-    def _determine_resume_path(self: Any) -> str | None:
-        mode = "resume_path" if self.resume_mode == "auto" and self.resume_from_path else self.resume_mode
-        decided: list[Any] = [None]  # by rank 0: it may have to put a checkpoint in its place, and reads GBs
+    def load_checkpoint(self) -> int:
+        """Load as verl's (:143), and end a complete run, which would train one step more (trainer/sft_trainer.py:371).
+
+        Raises:
+            SystemExit: the checkpoint is of the run's last step.
+        """
+        step = super().load_checkpoint()
+        if self._has_ranks and self._is_complete(step):
+            if self.rank == 0:
+                logger.info("Resume: the run is complete. Step %s is its last one, so there is nothing to train.", step)
+            dist.destroy_process_group()
+            raise SystemExit(0)
+        return step
+
+    def _determine_resume_path(self) -> str | None:
+        """Return a whole checkpoint of a folder that no other run uses; verl's (:196) takes what the tracker names.
+
+        Rank 0 decides for all: it may have to put a checkpoint in its place, and reads GBs.
+        """
+        decided: list[Any] = [None]
         if self.rank == 0:
             try:
-                own_training_folder(Path(self.default_local_dir))
-                decided = [_chosen(mode, self.resume_from_path, folder := Path(self.default_local_dir))]
-                if decided[0] is not None:
-                    if not is_complete(self, module.extract_step(str(decided[0]))):
-                        require_same_rows(decided[0], course_of(self))
-                    checkpoints.set_back(folder, decided[0])
+                decided = [self._choose()]
             except (ValueError, OSError, checkpoints.NotWhole) as error:
                 decided = [error]
-        if self.mode == module.OrchestrationMode.SPMD:
-            module.torch.distributed.broadcast_object_list(decided, src=0)
+        if self._has_ranks:
+            dist.broadcast_object_list(decided, src=0)
         (chosen,) = decided
         if isinstance(chosen, Exception):
             raise chosen
         if chosen is None:
             return None
-        if self.mode == module.OrchestrationMode.SPMD:
-            manifest.require_ranks(chosen, module.torch.distributed.get_world_size())
+        if self._has_ranks:
+            manifest.require_ranks(chosen, dist.get_world_size())
         return str(chosen)
 
-    def _load_dataloader_state(self: Any, checkpoint_path: str) -> None:
-        manifest.require_data_states(Path(checkpoint_path), ranks_of(self))
-        step, steps_per_epoch = module.extract_step(checkpoint_path), len(self.train_dataloader)
+    def _choose(self) -> Path | None:
+        folder = Path(self.default_local_dir)
+        own_training_folder(folder)
+        mode = "resume_path" if self.resume_mode == "auto" and self.resume_from_path else self.resume_mode
+        chosen = _chosen(mode, self.resume_from_path, folder)
+        if chosen is not None:
+            if not self._is_complete(checkpoints.step_of(chosen)):
+                require_same_rows(chosen, self._course())
+            checkpoints.set_back(folder, chosen)
+        return chosen
+
+    def _load_dataloader_state(self, checkpoint_path: str) -> None:
+        """Load the place in the data, unless an epoch ended there.
+
+        verl's (:170) starts the data anew with a warning if the file is missing. A state that was saved after the last
+        batch of an epoch yields nothing in the next one, which trainer/sft_trainer.py:341 counts all the same: that
+        epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401).
+        """
+        manifest.require_data_states(Path(checkpoint_path), self._num_data_ranks())
+        step, steps_per_epoch = checkpoints.step_of(checkpoint_path), len(self.train_dataloader)
         if self.rank == 0:
-            warn_of_another_rate(Path(checkpoint_path), step, course_of(self))
+            warn_of_another_rate(Path(checkpoint_path), step, self._course())
         if step % steps_per_epoch == 0:
             if self.rank == 0:
                 logger.info("Resume: step %s ended an epoch; the next one starts at its first batch.", step)
             return
-        load_data(self, checkpoint_path)
-
-    def load_checkpoint(self: Any) -> int:
-        step = load(self)
-        if self.mode == module.OrchestrationMode.SPMD and is_complete(self, step):
-            if self.rank == 0:
-                logger.info("Resume: the run is complete. Step %s is its last one, so there is nothing to train.", step)
-            module.torch.distributed.destroy_process_group()
-            raise SystemExit(0)
-        return step
-
-    handler.save_checkpoint = save_checkpoint
-    handler.load_checkpoint = load_checkpoint
-    handler._determine_resume_path = _determine_resume_path
-    handler._load_dataloader_state = _load_dataloader_state
+        super()._load_dataloader_state(checkpoint_path)
 
 
-def _guard_rl(module: ModuleType) -> None:
+def guard_rl(module: ModuleType) -> None:
     """verl/trainer/ppo/v1/trainer_base.py (0.9.1): `PPOTrainer`.
 
     - :948 `_save_checkpoint` writes actor shards, critic, `data.pt`, the queue of the asynchronous modes, then the
@@ -176,9 +196,6 @@ def _guard_rl(module: ModuleType) -> None:
     trainer = module.PPOTrainer
     save, load = trainer._save_checkpoint, trainer._load_checkpoint
 
-    def course_of(self: Any) -> Course:
-        return Course.of(self.train_dataloader, 1, self.config.actor_rollout_ref.actor.get("optim"))
-
     def _save_checkpoint(self: Any) -> None:
         if self.config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             raise ValueError(
@@ -192,7 +209,7 @@ def _guard_rl(module: ModuleType) -> None:
         self.checkpoint_callback = CheckpointCallback()  # a path below .saving/ would be of no use to it
         try:
             save(self)
-            course_of(self).write(checkpoints.path_of(folder / checkpoints.SAVING, step))
+            _course_of(self).write(checkpoints.path_of(folder / checkpoints.SAVING, step))
         finally:
             settings.default_local_dir, self.checkpoint_callback = str(folder), callback
         checkpoint = _publish(folder, step)
@@ -213,7 +230,7 @@ def _guard_rl(module: ModuleType) -> None:
         finally:
             settings.resume_mode, settings.resume_from_path = given
         if chosen is not None and not settings.get("val_only", False):
-            now = course_of(self)
+            now = _course_of(self)
             if has_other_rows(chosen, now):
                 self.train_dataloader.load_state_dict(None)
             warn_of_another_rate(chosen, self.global_steps * getattr(self, "parameter_sync_step", 1), now)
@@ -223,10 +240,14 @@ def _guard_rl(module: ModuleType) -> None:
     trainer._load_checkpoint = _load_checkpoint
 
 
-def keep_checkpoints(config: Mapping[str, Any]) -> checkpoints.Rolling | None:
+def _course_of(trainer: Any) -> Course:
+    return Course.of(trainer.train_dataloader, 1, trainer.config.actor_rollout_ref.actor.get("optim"))
+
+
+def keep_checkpoints(config: Mapping[str, Any]) -> Rolling | None:
     """Delete from now on what a run's settings do not keep; return whom to tell its validations, None if none count."""
     global _rolling
-    _rolling = checkpoints.Rolling.from_config(config)
+    _rolling = Rolling.from_config(config)
     return None if config["trainer"].get("val_only") else _rolling
 
 

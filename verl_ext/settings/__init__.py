@@ -31,7 +31,7 @@ PROTOCOLS = ("code", "hermes")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Which checkpoints are kept; verl_ext/checkpoints/folder.py."""
+    """Which checkpoints are kept; verl_ext/checkpoints/rolling.py."""
 
     keep_last: int | None = key(None, within="[1, inf)", about="a number of checkpoints; null keeps all")
     best_metric: str | None = None

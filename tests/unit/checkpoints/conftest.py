@@ -17,12 +17,12 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rolling(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The patches' module, its memory of the run reset afterwards."""
-    from verl_ext.checkpoints import hooks as checkpoint_patches
+def hooks(tmp_path: Path) -> Any:
+    """The hooks' module, in a process whose run keeps all its checkpoints."""
+    from verl_ext.checkpoints import hooks
 
-    monkeypatch.setattr(checkpoint_patches, "_rolling", None)
-    return checkpoint_patches
+    hooks.keep_checkpoints({"trainer": {"default_local_dir": str(tmp_path)}})
+    return hooks
 
 
 @pytest.fixture

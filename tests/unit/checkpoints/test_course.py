@@ -27,7 +27,7 @@ def train(data: Any, run: Path, step: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
-def test_sft_with_another_batch_size_is_refused(rolling: Any, tmp_path: Path, step: int, batch_size: int):
+def test_sft_with_another_batch_size_is_refused(hooks: Any, tmp_path: Path, step: int, batch_size: int):
     train(loader(), tmp_path, step)
     with pytest.raises(
         ValueError, match=f"train_batch_size is 2; in this run, data.train_batch_size is {batch_size}. The"
@@ -48,13 +48,13 @@ def test_sft_with_another_batch_size_is_refused(rolling: Any, tmp_path: Path, st
         ([*reversed(ROWS)], "the digest of the training data is"),  # the same rows in another order
     ],
 )
-def test_sft_with_other_rows_is_refused(rolling: Any, tmp_path: Path, step: int, rows: Any, why: str):
+def test_sft_with_other_rows_is_refused(hooks: Any, tmp_path: Path, step: int, rows: Any, why: str):
     train(loader(), tmp_path, step)
     with pytest.raises(ValueError, match=why):
         handler(tmp_path, loader(rows)).load_checkpoint()
 
 
-def test_other_rows_do_not_matter_to_an_sft_run_that_is_complete(rolling: Any, tmp_path: Path, one_process: None):
+def test_other_rows_do_not_matter_to_an_sft_run_that_is_complete(hooks: Any, tmp_path: Path, one_process: None):
     from verl.utils.checkpoint import CheckpointHandler
 
     train(loader(), tmp_path, 12)
@@ -72,7 +72,7 @@ def test_a_batch_on_more_ranks_and_a_data_set_without_a_digest_are_not_other_row
 
 
 def test_a_checkpoint_of_an_older_release_resumes_and_says_what_is_unknown(
-    rolling: Any, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    hooks: Any, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(course.Course, "write", lambda *_: None)
     train(loader(), tmp_path, 3)
@@ -104,7 +104,7 @@ def optimizer(total: int | None = 12, schedule: str = "cosine", lr: float = 1e-5
 )
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_a_rate_that_does_not_continue_as_it_was_is_reported_at_the_start(
-    rolling: Any, tmp_path: Path, caplog: Any, kind: str, step: int, before: dict, now: dict, told: list[str]
+    hooks: Any, tmp_path: Path, caplog: Any, kind: str, step: int, before: dict, now: dict, told: list[str]
 ):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -129,7 +129,7 @@ def test_a_rate_that_does_not_continue_as_it_was_is_reported_at_the_start(
 
 
 @pytest.mark.parametrize("rows", [EPOCH - 2, EPOCH + 2])
-def test_rl_with_other_rows_begins_an_epoch_and_says_so(rolling: Any, tmp_path: Path, caplog: Any, rows: int):
+def test_rl_with_other_rows_begins_an_epoch_and_says_so(hooks: Any, tmp_path: Path, caplog: Any, rows: int):
     """torchdata would raise StopIteration after the last of fewer rows, and with more rows would draw other ones."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -150,7 +150,7 @@ def test_rl_with_other_rows_begins_an_epoch_and_says_so(rolling: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_rl_with_another_batch_size_continues_by_rows(rolling: Any, tmp_path: Path, caplog: Any, batch_size: int):
+def test_rl_with_another_batch_size_continues_by_rows(hooks: Any, tmp_path: Path, caplog: Any, batch_size: int):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     def trainer(of: int) -> Any:
@@ -173,13 +173,13 @@ def first_of(trainer: Any) -> list[str]:
     return [*PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"]]
 
 
-def test_the_course_is_a_part_of_a_whole_checkpoint(rolling: Any, tmp_path: Path):
+def test_the_course_is_a_part_of_a_whole_checkpoint(hooks: Any, tmp_path: Path):
     train(loader(), tmp_path, 2)
     (tmp_path / "global_step_2" / course.FILE).unlink()
     assert manifest.problem(tmp_path / "global_step_2") == "course.json is missing"
 
 
-def test_steps_of_several_updates_are_as_many_of_the_schedule(rolling: Any, tmp_path: Path, caplog: Any):
+def test_steps_of_several_updates_are_as_many_of_the_schedule(hooks: Any, tmp_path: Path, caplog: Any):
     """verl counts updates in `total_training_steps` of `separate_async`: 6 steps of 2 end a schedule of 12."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 

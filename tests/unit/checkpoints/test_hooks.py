@@ -1,5 +1,6 @@
 """The hooks in the save and load code of verl: SFT, and what SFT and RL share."""
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ def epochs(data: Any, first: int, last: int) -> list[list[int]]:
     return trained
 
 
-def test_sft_saves_out_of_sight_and_names_the_step_last(rolling: Any, tmp_path: Path):
+def test_sft_saves_out_of_sight_and_names_the_step_last(hooks: Any, tmp_path: Path):
     run, engine = tmp_path / "run", Engine(tmp_path / "run")
     sft = handler(run, loader(), engine)
     sft.save_checkpoint(2)
@@ -33,7 +34,7 @@ def test_sft_saves_out_of_sight_and_names_the_step_last(rolling: Any, tmp_path: 
     assert handler(run, loader()).load_checkpoint() == 4
 
 
-def test_a_save_that_fails_leaves_what_there_was(rolling: Any, tmp_path: Path):
+def test_a_save_that_fails_leaves_what_there_was(hooks: Any, tmp_path: Path):
     handler(tmp_path, loader()).save_checkpoint(2)
     sft = handler(tmp_path, loader(), Engine(tmp_path, fails=True))
     with pytest.raises(OSError, match="No space left"):
@@ -43,7 +44,7 @@ def test_a_save_that_fails_leaves_what_there_was(rolling: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH - 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
-def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp_path: Path, caplog: Any, step: int):
+def test_sft_resumed_around_an_epochs_end_trains_what_was_left(hooks: Any, tmp_path: Path, caplog: Any, step: int):
     whole = [batch for epoch in epochs(loader(), 0, 4) for batch in epoch]
     data, done = loader(), []
     for epoch in range(4):
@@ -65,7 +66,7 @@ def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp
 
 
 @pytest.mark.parametrize("there", [[], ["data_0.pt", "data_1.pt"]])
-def test_data_loader_states_of_other_ranks_are_refused(rolling: Any, tmp_path: Path, there: list[str]):
+def test_data_loader_states_of_other_ranks_are_refused(hooks: Any, tmp_path: Path, there: list[str]):
     checkpoint = tmp_path / "global_step_2"
     checkpoint.mkdir()
     for name in there:
@@ -75,7 +76,7 @@ def test_data_loader_states_of_other_ranks_are_refused(rolling: Any, tmp_path: P
         handler(tmp_path, loader()).load_checkpoint()
 
 
-def test_an_sft_run_that_is_complete_ends_without_another_step(rolling: Any, tmp_path: Path, one_process: None):
+def test_an_sft_run_that_is_complete_ends_without_another_step(hooks: Any, tmp_path: Path, one_process: None):
     import torch.distributed
     from verl.utils.checkpoint import CheckpointHandler
 
@@ -141,7 +142,7 @@ def a_rank(rank: int, run: Path, results: Any) -> None:
 
 
 @pytest.mark.timeout(120)  # two processes more
-def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is_wrong(rolling: Any, tmp_path: Path):
+def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is_wrong(hooks: Any, tmp_path: Path):
     import multiprocessing
 
     import verl.utils.checkpoint  # noqa: F401  once, before the ranks are forked
@@ -173,7 +174,7 @@ def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is
     ],
 )
 def test_sft_resumes_where_resume_mode_says(
-    rolling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, expected: int | None
+    hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, expected: int | None
 ):
     for step in (2, 4):
         handler(tmp_path, loader()).save_checkpoint(step)
@@ -184,7 +185,7 @@ def test_sft_resumes_where_resume_mode_says(
         handler(tmp_path, loader(), resume_mode="newest").load_checkpoint()
 
 
-def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_waits_for_its_own_shards(hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rank 1 of 2, on any machine, before rank 0 may say that the checkpoint is whole."""
     from verl.utils.checkpoint import fsdp_checkpoint_manager
 
@@ -197,7 +198,7 @@ def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypat
 
     synced: list[str] = []
     monkeypatch.setattr(durable, "sync", lambda path: path.is_dir() or synced.append(path.name))
-    rolling._sync_shards(module := SimpleNamespace(FSDPCheckpointManager=Manager))
+    hooks.sync_shards(module := SimpleNamespace(FSDPCheckpointManager=Manager))
     (tmp_path / "model_world_size_2_rank_0.pt").touch()
     module.FSDPCheckpointManager().save_checkpoint(str(tmp_path), None, global_step=7)
     assert synced == ["model_world_size_2_rank_1.pt"]
@@ -207,7 +208,7 @@ def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypat
     assert real.__module__ == "verl_ext.checkpoints.hooks", "verl's own is the patched one"
 
 
-def test_the_best_is_found_in_what_verl_logs(rolling: Any, tmp_path: Path):
+def test_the_best_is_found_in_what_verl_logs(hooks: Any, tmp_path: Path):
     from verl.utils.tracking import Tracking
 
     settings = {"keep_last": 1, "best_metric": "val/loss", "best_mode": "min"}
@@ -223,10 +224,11 @@ def test_the_best_is_found_in_what_verl_logs(rolling: Any, tmp_path: Path):
         "p", "e", [], config={"trainer": trainer | {"val_only": True}, "retool": {"checkpoints": settings}}
     )
     looking.log({"val/loss": 0.1}, 8)
-    assert rolling._rolling.values[8] == 0.3, "an evaluation is no validation of the run"
+    values = json.loads((tmp_path / "validation.json").read_text())["values"]
+    assert values["8"] == 0.3, "an evaluation is no validation of the run"
 
 
-def test_another_verl_is_refused(rolling: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rolling, "VERL", {"verl": "0.10.0"})
+def test_another_verl_is_refused(hooks: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hooks, "VERL", {"verl": "0.10.0"})
     with pytest.raises(RuntimeError, match=r"internals of \{'verl': '0.10.0'\}, but found \{'verl': '0.9.1'\}"):
-        rolling.install(None)
+        hooks.install(None)

@@ -10,7 +10,7 @@ from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
 
 
-def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_path: Path):
+def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(hooks: Any, tmp_path: Path):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     run, engine = tmp_path / "run", Engine(tmp_path / "run")
@@ -37,7 +37,7 @@ def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_
 
 
 @pytest.mark.parametrize(("val_only", "later"), [(False, 2), (True, 4)])
-def test_a_run_that_goes_back_leaves_later_checkpoints_behind(rolling: Any, tmp_path: Path, val_only: bool, later: int):
+def test_a_run_that_goes_back_leaves_later_checkpoints_behind(hooks: Any, tmp_path: Path, val_only: bool, later: int):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     run, engine = tmp_path / "run", Engine(tmp_path / "run")
@@ -52,13 +52,11 @@ def test_a_run_that_goes_back_leaves_later_checkpoints_behind(rolling: Any, tmp_
 
 
 @pytest.mark.parametrize("val_only", [False, True])
-def test_a_run_keeps_its_folder_and_a_validation_does_not(
-    rolling: Any, tmp_path: Path, monkeypatch: Any, val_only: bool
-):
+def test_a_run_keeps_its_folder_and_a_validation_does_not(hooks: Any, tmp_path: Path, monkeypatch: Any, val_only: bool):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     kept: list[Path] = []
-    monkeypatch.setattr(rolling, "own_training_folder", kept.append)
+    monkeypatch.setattr(hooks, "own_training_folder", kept.append)
     PPOTrainer._load_checkpoint(rl_trainer(tmp_path, Engine(tmp_path), val_only=val_only))
     assert kept == [tmp_path] * (not val_only)
     kept.clear()
@@ -68,7 +66,7 @@ def test_a_run_keeps_its_folder_and_a_validation_does_not(
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
-def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_path: Path, step: int, shuffle: bool):
+def test_rl_resumed_around_an_epochs_end_draws_what_was_left(hooks: Any, tmp_path: Path, step: int, shuffle: bool):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     def trainer() -> Any:
@@ -88,7 +86,7 @@ def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_p
     assert done + drawn(second, 4 * EPOCH - step) == whole
 
 
-def test_a_copy_that_a_kill_left_out_of_place_is_put_there_at_a_resume(rolling: Any, tmp_path: Path):
+def test_a_copy_that_a_kill_left_out_of_place_is_put_there_at_a_resume(hooks: Any, tmp_path: Path):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     trainer = rl_trainer(tmp_path, Engine(tmp_path))
@@ -105,7 +103,7 @@ def test_a_copy_that_a_kill_left_out_of_place_is_put_there_at_a_resume(rolling: 
     assert handler(tmp_path, loader())._determine_resume_path() == str(step)
 
 
-def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_process: None):
+def test_another_number_of_gpus_is_refused(hooks: Any, tmp_path: Path, one_process: None):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils.checkpoint import CheckpointHandler
 
@@ -120,7 +118,7 @@ def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_pro
         PPOTrainer._load_checkpoint(rl_trainer(tmp_path, Engine(tmp_path)))
 
 
-def test_rl_refuses_to_save_behind_its_back(rolling: Any, tmp_path: Path):
+def test_rl_refuses_to_save_behind_its_back(hooks: Any, tmp_path: Path):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     trainer = rl_trainer(tmp_path, Engine(tmp_path))

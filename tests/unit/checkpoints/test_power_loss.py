@@ -14,7 +14,8 @@ import pytest
 
 from tests.unit.checkpoints import disk
 from verl_ext.checkpoints import folder as checkpoints
-from verl_ext.checkpoints.folder import Rolling, path_of
+from verl_ext.checkpoints.folder import path_of
+from verl_ext.checkpoints.rolling import Rolling
 from verl_ext.runs.journal import StepJournal
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -181,14 +182,14 @@ def test_the_disk_loses_what_is_not_synced_and_keeps_the_rest(fast: Path, monkey
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
-def test_verls_own_saves_outlive_a_power_loss(fast: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+def test_verls_own_saves_outlive_a_power_loss(fast: Path, hooks: Any, monkeypatch: pytest.MonkeyPatch, kind: str):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     from tests.unit.checkpoints.trainers import Engine, handler, loader, rl_trainer
-    from verl_ext.checkpoints import hooks as checkpoint_patches
 
-    monkeypatch.setattr(checkpoint_patches, "_rolling", Rolling(fast / "run", keep_last=1))
     run = fast / "run"
+    keep_last = {"trainer": {"default_local_dir": str(run)}, "retool": {"checkpoints": {"keep_last": 1}}}
+    hooks.keep_checkpoints(keep_last)
     run.mkdir()
     recording = disk.Recording(run)
     with monkeypatch.context() as patch:

@@ -6,16 +6,9 @@ import pytest
 
 from tests.unit.checkpoints.saves import save
 from verl_ext.checkpoints import manifest
-from verl_ext.checkpoints.folder import (
-    SAVING,
-    TRACKER,
-    Rolling,
-    kept_steps,
-    steps,
-    tracked_step,
-    whole_steps,
-)
+from verl_ext.checkpoints.folder import SAVING, TRACKER, steps, tracked_step, whole_steps
 from verl_ext.checkpoints.manifest import checksum
+from verl_ext.checkpoints.rolling import Rolling, kept_steps
 
 
 def test_a_good_checkpoint_is_not_deleted_for_a_newer_one_that_is_damaged(run: Path):

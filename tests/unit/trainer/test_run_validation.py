@@ -133,7 +133,7 @@ def test_a_validation_that_lost_too_much_is_void_and_moves_nothing(
     make, monkeypatch, caplog, tmp_path, source_of_the_failed
 ):
     """2 of 4 samples of one data source, next to 8 good ones of another: 50% of that source is above 25%."""
-    from verl_ext.checkpoints.folder import Rolling
+    from verl_ext.checkpoints.rolling import Rolling
 
     good = columns(*[(problem, *RIGHT) for problem in "abcdefgh" for _ in range(4)])
     bad = columns(*[("z", *RIGHT)] * 2, *[("z", *DOWN)] * 2, source=source_of_the_failed)
