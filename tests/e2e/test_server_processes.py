@@ -35,8 +35,8 @@ def server_class():
             self.engine = subprocess.Popen(["sleep", "600"])
             self.reaper = start_reaper([self.engine.pid])
 
-        async def place(self) -> tuple[str, int, int]:
-            return ray.get_runtime_context().get_node_id(), os.getpid(), self.engine.pid
+        async def pids(self) -> tuple[int, int]:
+            return os.getpid(), self.engine.pid
 
         async def generate(self) -> None:
             await asyncio.sleep(600)
@@ -58,17 +58,18 @@ def test_a_server_that_hangs_or_is_gone_ends_with_its_engine_and_its_callers_lea
     from ray.exceptions import ActorDiedError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from verl_ext.fleet.recovery import stop_replica
+    from verl_ext.fleet.replicas import stop_replica
 
     group = ray.util.placement_group([{"CPU": 1, "GPU": 1}])
     server = server_class.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote()
-    node, pid, engine = ray.get(server.place.remote())
+    pid, engine = ray.get(server.pids.remote())
     request = server.generate.remote()
     time.sleep(0.5)
     os.kill(pid, signal_number)
-    hanging = (node, pid) if signal_number == signal.SIGSTOP else None  # ray.kill by itself leaves such a process
     assert not ray.available_resources().get("GPU")
-    stop_replica(SimpleNamespace(servers=[server], workers=[], resource_pool=SimpleNamespace(pgs=[group])), hanging)
+    pool = SimpleNamespace(pgs=[group])
+    replica = SimpleNamespace(servers=[server], workers=[], server_handle=server, resource_pool=pool)
+    stop_replica(replica, hangs=signal_number == signal.SIGSTOP)  # ray.kill by itself leaves such a process
     assert ray.available_resources()["GPU"] == 1  # at once: verl raises if a starting server finds none
     with pytest.raises(ActorDiedError):
         ray.get(request, timeout=30)
