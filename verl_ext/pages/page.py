@@ -13,8 +13,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from verl_ext.evaluation.question import first_words
 from verl_ext.pages import curves, text
+from verl_ext.pages.question import first_words, question_of
 from verl_ext.pages.transcript import transcript
 
 HERE = Path(__file__).parent
@@ -25,7 +25,7 @@ _POLICY = "default-src 'none'; {}; img-src data:; base-uri 'none'; form-action {
 SERVED_POLICY = (  # of a page that has its files from its own address
     _POLICY.format("script-src 'self'; style-src 'self'; connect-src 'self'", "'self'") + "; frame-ancestors 'none'"
 )
-_FILTERS = {"words": first_words, "transcript": transcript} | {
+_FILTERS = {"words": first_words, "question": question_of, "transcript": transcript} | {
     each.__name__: each for each in (text.cut, text.highlight, text.number, text.percent, text.points, text.duration)
 }
 

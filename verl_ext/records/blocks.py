@@ -8,12 +8,12 @@ import re
 
 # A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply, verl's
 # decoded text keeps the bare role names of the chat template ("user", "assistant"), which nobody wrote.
-_CALL = r"<code>(?P<code>.*?)(?:</code>|\Z)|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
-_REPLY = (
-    r"<interpreter>(?P<interpreter>.*?)(?:</interpreter>|\Z)"
-    r"|(?:(?<!\s)\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?"
+BLOCK = re.compile(
+    r"<code>(?P<code>.*?)(?:</code>|\Z)|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
+    r"|<interpreter>(?P<interpreter>.*?)(?:</interpreter>|\Z)"
+    r"|(?:(?<!\s)\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?",
+    re.DOTALL,
 )
-CALL, REPLY, BLOCK = (re.compile(pattern, re.DOTALL) for pattern in (_CALL, _REPLY, f"{_CALL}|{_REPLY}"))
 ERROR = re.compile(r"Traceback \(most recent call last\)|^[^\S\n]*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 
 

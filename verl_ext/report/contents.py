@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from verl_ext.evaluation.samples import NAMES, Sample, read_samples, sample_of
+from verl_ext.evaluation.samples import COLUMNS, Sample, sample_of
 from verl_ext.records import store
+from verl_ext.report.rollouts import Row
 from verl_ext.runs import parquet
 from verl_ext.runs.folder import SIDES, STAGES, file_of, find_run, judged_files
 from verl_ext.runs.metrics import Metrics, read_metrics, start_up
@@ -37,7 +38,8 @@ class RunContents(NamedTuple):
     before: list[Sample]
     after: list[Sample]
     sides: tuple[str, str]
-    training_rollouts: list[tuple[int, Sample]]  # of the first and last step recorded, with the step
+    rows: tuple[list[Row], list[Row]]  # of the records, one for each sample before and after
+    training_rollouts: list[Row]  # scored ones of the first and last step recorded
     start_up: dict[str, float] | None  # seconds of the phases before the first RL step, and of that step
     stages: list[dict[str, Any]]  # entries of stages.json: stage, status, wall_s, peak_gb, ...
     configs: dict[str, str]  # "SFT" | "RL" -> YAML text
@@ -53,16 +55,18 @@ def read_run(folder: Path) -> RunContents:
     kind = find_run(folder).kind
     parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
     sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
-    (before, after), sides = _evaluations(folder, kind)
+    files, sides = _evaluations(folder, kind)
+    before, after = rows = tuple(store.read(file, COLUMNS).to_pylist() if file else [] for file in files)
     configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
     return RunContents(
         folder=folder,
         kind=kind,
         sft=read_metrics(list(sft.glob("metrics*.jsonl")) if sft else []),
         rl=read_metrics(list(rl.glob("metrics*.jsonl")) if rl else []),
-        before=read_samples(before) if before else [],
-        after=read_samples(after) if after else [],
+        before=list(map(sample_of, before)),
+        after=list(map(sample_of, after)),
         sides=sides,
+        rows=rows,
         training_rollouts=_training_rollouts(rl) if rl else [],
         start_up=start_up(rl) if rl else None,
         stages=_read_stages(folder / STAGES),
@@ -82,20 +86,19 @@ def _evaluations(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | Non
     return (files[0], files[-1]), (names[0], names[-1])
 
 
-def _training_rollouts(run: Path) -> list[tuple[int, Sample]]:
-    """Return the scored training rollouts of the first and last recorded step, with the step of each."""
+def _training_rollouts(run: Path) -> list[Row]:
+    """Return the scored training rollouts of the first and last recorded step."""
     files = [file for file in store.files_of(run) if not file.validate]
     found = [table for files in (files, files[::-1]) if (table := _first_readable(files)) is not None]
     if len(found) == 2 and found[0].equals(found[1]):  # the records have only one step
         del found[1]
-    rows = [row for table in found for row in table.to_pylist() if row["score"] is not None]
-    return [(row["step"], sample_of(row)) for row in rows]
+    return [row for table in found for row in table.to_pylist() if row["score"] is not None]
 
 
 def _first_readable(files: Sequence[store.RecordFile]) -> pa.Table | None:
     for file in files:
         try:
-            return store.read(file.path, ("step", "turns", *NAMES))
+            return store.read(file.path, ("step", *COLUMNS))
         except (FileNotFoundError, parquet.Unreadable) as error:
             logger.warning("%s Another step's rollouts are shown.", error)
     return None

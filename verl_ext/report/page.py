@@ -21,7 +21,7 @@ from verl_ext.pages.page import environment as templates
 from verl_ext.pages.page import render
 from verl_ext.pages.text import duration
 from verl_ext.report.contents import RunContents, read_run
-from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout, worst_problems
+from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, worst_problems
 from verl_ext.report.verdict import headline, judge
 from verl_ext.runs import durable
 from verl_ext.runs.machine import environment
@@ -181,7 +181,7 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
 
 def page(run: RunContents, summary: dict[str, Any]) -> str:
     """Return the page, made of the run's contents and the summary's figures."""
-    rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
+    rollouts = pick_rollouts(*run.rows, run.sides) or pick_training_rollouts(run.training_rollouts)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
     steps, parts = step_times(run.rl)
@@ -250,4 +250,4 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-TEMPLATES = templates(Path(__file__).parent, starts=start_texts, capitalized=capitalized, segments=split_rollout)
+TEMPLATES = templates(Path(__file__).parent, starts=start_texts, capitalized=capitalized)

@@ -32,7 +32,6 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl_ext.evaluation.question import question_of
 from verl_ext.pages import curves
 from verl_ext.pages.page import SERVED_POLICY, STATIC, environment, render
 from verl_ext.view import data, export, group, problems, timeline, tokens
@@ -249,7 +248,6 @@ TEMPLATES = environment(
     Path(__file__).parent / "templates",
     step_of=data.step_of,
     label=data.label,
-    question=question_of,
     side=problems.named,
     address=address,
     group=group,

@@ -10,8 +10,8 @@ def test_rollouts_of_the_first_and_last_step_are_read(tmp_path):
         rows = [row("p", 0, 1, step=step), row("p", 1, None, step=step)]
         store.write(store.path_of(tmp_path / "rl", "trajectories", step), "trajectories", rows)
     found = read_run(tmp_path).training_rollouts
-    assert [(step, sample.uid) for step, sample in found] == [(2, "mine:p_0_0"), (10, "mine:p_0_0")]
-    assert found[0][1].output.endswith("\\boxed{7}")
+    assert [(each["step"], each["uid"], each["session"]) for each in found] == [(2, "mine:p", 0), (10, "mine:p", 0)]
+    assert found[0]["turns"][-1]["text"] == "\\boxed{7}"
 
 
 def test_before_and_after_are_the_first_and_last_whole_validation(tmp_path):
@@ -29,10 +29,10 @@ def test_a_file_of_records_that_is_cut_short_is_passed_over_with_a_warning(tmp_p
     for step in (1, 4):
         path = store.path_of(tmp_path, "trajectories", step)
         path.write_bytes(path.read_bytes()[:100])
-    assert [step for step, _ in read_run(tmp_path).training_rollouts] == [2, 3]
+    assert [each["step"] for each in read_run(tmp_path).training_rollouts] == [2, 3]
     assert "step_000001.parquet" in caplog.text and "Another step's rollouts are shown" in caplog.text
     store.path_of(tmp_path, "trajectories", 2).unlink()
-    assert [step for step, _ in read_run(tmp_path).training_rollouts] == [3]
+    assert [each["step"] for each in read_run(tmp_path).training_rollouts] == [3]
 
 
 def test_a_quickstart_without_stages_is_an_empty_run_and_no_folder_an_error(tmp_path):

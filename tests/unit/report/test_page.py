@@ -145,13 +145,18 @@ def test_every_text_of_the_run_is_escaped(folder):
     Balance().feed(page)
 
 
-def test_rollouts_show_code_and_interpreter_apart(folder):
+def test_rollouts_show_code_and_its_output_apart(folder):
     add_evaluation(folder)
     _, page, _ = written(folder)
-    assert re.search(r'<pre class="code"><span class="who">model&#39;s code</span>print\(', page)
-    assert re.search(r'<pre class="tool"><span class="who">interpreter</span>7</pre>', page)
-    assert '<code class="boxed">\\boxed{7}</code>' in page
-    assert page.count('<article class="card rollout') == 10
+    assert re.search(r'<pre class="code" tabindex="0" aria-label="code"><span class="nb">print</span>', page)
+    assert re.search(r'<pre class="out" tabindex="0" aria-label="output">7</pre>', page)
+    assert "\\boxed{7}" in page and '→ <span class="answer">5</span>, expected <span class="answer">7</span>' in page
+    assert page.count("<article") == 10
+
+
+def test_a_rollout_that_infrastructure_failed_is_shown_as_not_judged(folder):
+    write(folder / "eval" / "after", [row("p", 0, failed=True)])
+    assert '<span class="badge none">! not judged, reward –</span>' in written(folder)[1]
 
 
 @pytest.mark.parametrize(

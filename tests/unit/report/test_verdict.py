@@ -30,7 +30,7 @@ def a_sample(problem, calls=0, errors=0):
 
 def a_run(kind="quickstart", sft=None, rl=None, sides=("before RL", "after RL")):
     empty = Metrics({}, set())
-    return RunContents(None, kind, sft or empty, rl or empty, [], [], sides, [], None, [], {})
+    return RunContents(None, kind, sft or empty, rl or empty, [], [], sides, ([], []), [], None, [], {})
 
 
 def two_sources(before, after, difference, ood=(0.0, 0.0, 0.0), k=1):

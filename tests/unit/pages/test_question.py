@@ -3,7 +3,7 @@ import time
 import pytest
 
 from verl_ext.datasets.text import PROMPTS
-from verl_ext.evaluation.question import first_words, question_of
+from verl_ext.pages.question import first_words, question_of
 
 ASKED = "What is $1 + 1$?\nGive a number."
 LINE = "What is $1 + 1$? Give a number."
