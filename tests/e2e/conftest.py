@@ -109,6 +109,12 @@ def launch(script: str, log: Path, *overrides: str, **environment: str) -> subpr
         )
 
 
+def launch_tiny(kind: str, out: Path, small: Path, *overrides: str, **environment: str) -> subprocess.Popen:
+    """Start run_tiny_`kind`.sh with the data and the merged model of `small`; its log is `out`/log.txt."""
+    inputs = {"DATA_DIR": str(small / "data"), "MODEL_PATH": str(small / "sft" / "merged"), "OUTPUT_DIR": str(out)}
+    return launch(f"run_tiny_{kind}.sh", out / "log.txt", *overrides, **inputs | environment)
+
+
 def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 1200) -> None:
     """Wait for a launcher, and fail with the end of its log unless it succeeds in time."""
     try:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
+from tests.e2e.conftest import REPO, launch_tiny, pipeline, read_metrics, run_to_end
 from tests.e2e.gradients import check_gradient_norm
 from tests.e2e.records import check_records
 from tests.e2e.test_options import EVERY_MODES, check_every_modes
@@ -45,9 +45,10 @@ class Run:
 
     def __init__(self, out: Path, small: Path, sandbox_url: str, *overrides: str, steps: int = 2):
         self.out, self.log = out, out / "log.txt"
-        self.process = launch(
-            "run_tiny_dapo.sh",
-            self.log,
+        self.process = launch_tiny(
+            "dapo",
+            out,
+            small,
             f"trainer.total_training_steps={steps}",
             "trainer.save_freq=-1",
             f"data.train_batch_size={PROMPTS}",
@@ -58,9 +59,6 @@ class Run:
             "trainer.v1.sampler.custom_sampler.name=RecordingReplayBuffer",
             f"++trainer.v1.sampler.sampler_kwargs.record_to={out}/batches.jsonl",
             *overrides,
-            DATA_DIR=str(small / "data"),
-            MODEL_PATH=str(small / "sft" / "merged"),
-            OUTPUT_DIR=str(out),
             SANDBOX_URL=sandbox_url,
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.e2e.conftest import REPO, launch_tiny, read_metrics, run_to_end
 from tests.e2e.versions import Actor, cluster
 from tests.processes import kill_tree
 from verl_ext.sandbox.launch import running_server
@@ -196,15 +196,13 @@ def test_servers_of_a_run_leave_and_join_by_command_while_it_trains(small: Path,
             time.sleep(2)
 
     with running_server() as url:
-        process = launch(
-            "run_tiny_dapo.sh",
-            out / "log.txt",
+        process = launch_tiny(
+            "dapo",
+            out,
+            small,
             *("hardware=cpu_separate", "trainer.total_training_steps=30", "trainer.test_freq=-1"),
             *("actor_rollout_ref.rollout.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"),
             "retool.fleet.routing=ring",
-            DATA_DIR=str(small / "data"),
-            MODEL_PATH=str(small / "sft" / "merged"),
-            OUTPUT_DIR=str(out),
             SANDBOX_URL=url,
         )
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.e2e.conftest import REPO, launch_tiny, read_metrics, run_to_end
 from tests.e2e.loggers import read_tensorboard, read_wandb
 from tests.e2e.test_resume import optimizer_steps
 from verl_ext.episode import EpisodeKey
@@ -91,21 +91,20 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     problems.assign(pass_rate=pd.array(rates, dtype="Float64")).to_parquet(data / "rl_train.parquet")
     with running_server() as url, counted_connections() as (wandb_url, callers):
         for start in (1, 2):
-            log = out / f"log{start}.txt"
-            process = launch(
-                "run_tiny_dapo.sh",
-                log,
+            process = launch_tiny(
+                "dapo",
+                out,
+                small,
                 *OVERRIDES,
                 f"trainer.validation_data_dir={out}/validation",
                 f"++trainer.v1.sampler.sampler_kwargs.record_to={out}/batches.jsonl",
                 DATA_DIR=str(data),
-                MODEL_PATH=str(small / "sft" / "merged"),
-                OUTPUT_DIR=str(out),
                 SANDBOX_URL=url,
                 WANDB_MODE="offline",
                 WANDB_BASE_URL=wandb_url,
             )
-            run_to_end(process, log)
+            run_to_end(process, out / "log.txt")
+            (out / "log.txt").rename(out / f"log{start}.txt")
     assert callers == [], "wandb is offline and must not call its server"
     return out
 

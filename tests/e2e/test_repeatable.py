@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.e2e.conftest import OWN_SERVER, REPO, launch, run_to_end
+from tests.e2e.conftest import OWN_SERVER, REPO, launch_tiny, run_to_end
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
@@ -32,17 +32,7 @@ def start(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     def start(name: str, **environment: str) -> Path:
         out = folder / name
         with running_server() as url:
-            process = launch(
-                "run_tiny_dapo.sh",
-                out / "log.txt",
-                *OVERRIDES,
-                DATA_DIR=str(small / "data"),
-                MODEL_PATH=str(small / "sft" / "merged"),
-                OUTPUT_DIR=str(out),
-                SANDBOX_URL=url,
-                **environment,
-            )
-            run_to_end(process, out / "log.txt")
+            run_to_end(launch_tiny("dapo", out, small, *OVERRIDES, SANDBOX_URL=url, **environment), out / "log.txt")
         return out
 
     return start

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from scripts.studies.slow_sandbox import proxied
-from tests.e2e.conftest import OWN_SERVER, launch, read_metrics, run_to_end
+from tests.e2e.conftest import OWN_SERVER, launch_tiny, read_metrics, run_to_end
 from tests.processes import kill_tree, stop_at
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.ledger.prompts import read_tally
@@ -96,16 +96,9 @@ class Run:
     def start(self, *overrides: str, **environment: str):
         if self.starts:
             time.sleep(1.1)  # metrics files are named by the second
-        sft = ("run_tiny_sft.sh", SFT)
-        script, settings = sft if self.kind == "sft" else ("run_tiny_dapo.sh", RL + MODES[self.kind])
-        environment |= {
-            "DATA_DIR": str(self.small / "data"),
-            "MODEL_PATH": str(self.small / "sft" / "merged"),
-            "OUTPUT_DIR": str(self.out),
-            "SANDBOX_URL": self.sandbox,
-            "HOME": str(self.home),
-        }
-        return launch(script, self.log, *settings, *overrides, **environment)
+        kind, settings = ("sft", SFT) if self.kind == "sft" else ("dapo", RL + MODES[self.kind])
+        environment |= {"SANDBOX_URL": self.sandbox, "HOME": str(self.home)}
+        return launch_tiny(kind, self.out, self.small, *settings, *overrides, **environment)
 
     @property
     def log(self) -> Path:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import launch, read_metrics, run_to_end
+from tests.e2e.conftest import launch_tiny, read_metrics, run_to_end
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -21,21 +21,18 @@ def curves(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     result = {}
     for name, (ranks, ulysses) in LAYOUTS.items():
         out = tmp_path_factory.mktemp("sft")
-        log = out / "log.txt"
-        process = launch(
-            "run_tiny_sft.sh",
-            log,
+        process = launch_tiny(
+            "sft",
+            out,
+            small,
             "trainer.total_training_steps=5",
             "trainer.save_freq=-1",
             "data.val_files=null",
             "optim.lr_warmup_steps_ratio=0",
             f"engine.ulysses_sequence_parallel_size={ulysses}",
-            DATA_DIR=str(small / "data"),
-            MODEL_PATH=str(small / "sft" / "merged"),
-            OUTPUT_DIR=str(out),
             NPROC_PER_NODE=str(ranks),
         )
-        run_to_end(process, log)
+        run_to_end(process, out / "log.txt")
         metrics = read_metrics(out, lambda data: "train/loss" in data)
         result[name] = [(data["train/loss"], data["train/grad_norm"]) for _, data in metrics]
     return result

@@ -5,17 +5,16 @@ version is a checkpoint. Plain transformers in fp32 recompute the log-probs of e
 the weights that its spans name and with those of the version before and the one after.
 """
 
-import re
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts.studies.slow_sandbox import slow_sandbox
-from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
-from tests.e2e.versions import SAME, load_version, log_probs_of
+from tests.e2e.conftest import launch_tiny, read_metrics, run_to_end
+from tests.e2e.versions import SAME, load_version, log_probs_of, recorded_responses
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -34,8 +33,7 @@ OVERRIDES = (
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # a version differs from its neighbours from the first one on
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "++reward.reward_kwargs.random_reward_p=0.5",  # gives useful groups, whatever the model can do
-    f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/token_sampler.py",
-    "trainer.v1.sampler.custom_sampler.name=TokenRecordingReplayBuffer",
+    "retool.recorder.token_share=1",
 )
 
 
@@ -53,45 +51,32 @@ class Span:
     place: str  # of PLACES
 
 
-def read_trained(folder: Path) -> Iterator[tuple[int, dict]]:
-    """Yield (step, response) of all that was trained on."""
-    for path in sorted(folder.glob("step_*.pt")):
-        step = int(re.match(r"step_(\d+)_", path.name)[1])
-        for row in torch.load(path, weights_only=False):
-            yield step, row
-
-
 @pytest.mark.parametrize("tau", [0, 1, 2])
 def test_spans_are_of_their_version_and_no_response_is_too_old(small: Path, tmp_path: Path, tau: int) -> None:
     out = tmp_path / "rl"
     with running_server() as url, slow_sandbox(url, mean_s=2.0, seed=tau) as slow_url:
-        process = launch(
-            "run_tiny_dapo.sh",
-            out / "log.txt",
-            *OVERRIDES,
-            f"trainer.v1.sampler.sampler_kwargs.max_staleness={tau}",
-            f"++trainer.v1.sampler.sampler_kwargs.record_to={out}/trained",
-            DATA_DIR=str(small / "data"),
-            MODEL_PATH=str(small / "sft" / "merged"),
-            OUTPUT_DIR=str(out),
-            SANDBOX_URL=slow_url,
-        )
+        staleness = f"trainer.v1.sampler.sampler_kwargs.max_staleness={tau}"
+        process = launch_tiny("dapo", out, small, *OVERRIDES, staleness, SANDBOX_URL=slow_url)
         run_to_end(process, out / "log.txt")
-    metrics, trained = dict(read_metrics(out)), list(read_trained(out / "trained"))
-    check(out, small / "sft" / "merged", metrics, trained, tau)
+    model = small / "sft" / "merged"
+    trained = [(step, row) for step in range(1, STEPS + 1) for row in recorded_responses(out, model, step)]
+    check(out, model, dict(read_metrics(out)), trained, tau)
 
 
 def spans_of(number: int, row: dict) -> Iterator[Span]:
-    before = None
-    for start, end, version in row["version_spans"]:
-        is_behind = before is not None and before[2] != version
-        yield Span(number, start, end, version, PLACES[is_behind + (is_behind and before[1] == start)])
-        before = start, end, version
+    before, start = None, 0
+    for version, tokens in itertools.groupby(row["version"]):
+        end = start + len(list(tokens))
+        if version is not None:
+            is_behind = before is not None and before.version != version
+            before = Span(number, start, end, version, PLACES[is_behind + (is_behind and before.end == start)])
+            yield before
+        start = end
 
 
 def check(out: Path, model: Path, metrics: dict, trained: list[tuple[int, dict]], tau: int) -> None:
     assert sorted({step for step, _ in trained}) == list(range(1, STEPS + 1))
-    ages = [step - 1 - version for step, row in trained for *_, version in row["version_spans"]]
+    ages = [step - 1 - version for step, row in trained for version in row["version"] if version is not None]
     dropped = sum(data["staleness/dropped"] for data in metrics.values())
     print(f"tau {tau}: {len(trained)} responses, ages {sorted(set(ages))}, dropped as too old {dropped:.0f}")
     assert 0 <= min(ages) and max(ages) <= tau
@@ -100,11 +85,8 @@ def check(out: Path, model: Path, metrics: dict, trained: list[tuple[int, dict]]
 
     rows = [row for _, row in trained]
     spans = [span for number, row in enumerate(rows) for span in spans_of(number, row)]
-    for row in rows:  # each token of the policy is in one span, and none of a tool's
-        covered = torch.zeros(len(row["mask"]), dtype=torch.long)
-        for start, end, _ in row["version_spans"]:
-            covered[start:end] += 1
-        assert covered.tolist() == row["mask"].tolist()
+    for row in rows:  # each token of the policy has a version, and none of a tool's
+        assert [version is not None for version in row["version"]] == row["mask"].tolist()
     places = {span.place for span in spans}  # turns of the tiny model are so short that few runs interrupt one
     assert PLACES[0] in places and (PLACES[1] in places or not tau), "no response outlasted an update"
     versions = {span.version for span in spans}
@@ -117,7 +99,7 @@ def check(out: Path, model: Path, metrics: dict, trained: list[tuple[int, dict]]
         for i, span in enumerate(spans):
             if abs(span.version - version) <= 1:
                 sampled = rows[span.response]["mask"][span.start : span.end].bool()
-                noted = rows[span.response]["log_probs"][span.start : span.end]
+                noted = rows[span.response]["rollout_log_prob"][span.start : span.end]
                 difference = (found[span.response][span.start : span.end] - noted).abs()[sampled]
                 differences[i][version - span.version] = difference.max().item()
     own = {place: [] for place in places}

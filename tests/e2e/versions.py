@@ -168,6 +168,7 @@ def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
             "temperature": json.loads(asked[uid]["sampling"])["temperature"],
             "response": torch.tensor([token["id"] for token in tokens]),
             "mask": torch.tensor([token["mask"] for token in tokens]),
+            "version": [token["version"] for token in tokens],  # None: a tool's token
             **{name: torch.tensor([token[name] or 0.0 for token in tokens]) for name in LOG_PROBS},
         }
         for (uid, _), tokens in responses.items()
