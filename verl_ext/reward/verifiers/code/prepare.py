@@ -1,8 +1,10 @@
 """Compile a test so that one run lists its calls of the program, and another one checks the answers.
 
+For example::
+
     assert f(1) == g(2)
 
-becomes
+becomes::
 
     _answer0_ = _ask_("f", 1)
     _answer1_ = _ask_("g", 2)
