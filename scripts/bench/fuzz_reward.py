@@ -104,7 +104,7 @@ def fuzz(seconds: float, seed: int) -> str | None:
             print(f"{shown - started:.0f} s: {count} responses, {memory_mb():.0f} MB", flush=True)
     if warm and (memory_mb() - warm[0] > GROWTH_MB or len(os.listdir("/proc/self/fd")) > warm[1] + 10):
         return f"grew from {warm} MB and files to {memory_mb():.0f}, {len(os.listdir('/proc/self/fd'))}"
-    print(f"{count} responses scored, {memory_mb():.0f} MB, {len(symbolic._POOL.worker_pids())} workers: no failure")
+    print(f"{count} responses scored, {memory_mb():.0f} MB, {len(symbolic.POOL.worker_pids())} workers: no failure")
     return None
 
 

@@ -117,7 +117,7 @@ def main() -> int:
     median_ms, mean_ms = cost_per_answer(rows[:2000])
     print(f"CPU per ordinary answer: median {median_ms:.2f} ms, mean {mean_ms:.2f} ms")
 
-    symbolic._POOL.close()
+    symbolic.POOL.close()
     ordinary = [(*row, True) for row in rows]
     step_s, alone_s = asyncio.run(score_all(ordinary))
     print(f"{len(rows)} responses in {step_s:.1f} s")
@@ -127,7 +127,7 @@ def main() -> int:
         (respond(pred.replace("%d", str(n))), gold, False)
         for n, (pred, gold) in ((n, HOSTILE[n % len(HOSTILE)]) for n in range(count))
     ]
-    symbolic._POOL.close()  # so that nothing is cached from the first time
+    symbolic.POOL.close()  # so that nothing is cached from the first time
     mixed = ordinary + hostile
     random.Random(1).shuffle(mixed)
     all_s, mixed_s = asyncio.run(score_all(mixed))

@@ -229,9 +229,8 @@ def verify_by(answer, everything=False):
         app.add_routes([web.post("/run_code", run_code)])
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         verifier = CodeVerifier({}, urls=[url], max_attempts=2, backoff_s=0.001, timeout_s=1.0)
         try:
             return await verifier.verify("```python\nEVIL\n```", TEST_CASES, {})

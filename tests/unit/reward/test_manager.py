@@ -140,11 +140,9 @@ def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch
     assert [row["prompt"] for row in rows] == ["What is it?", ""]  # to grade it again as it was graded here
 
 
-def test_padding_after_a_response_is_not_scored(make_manager, monkeypatch):
-    manager, seen = make_manager(), []
-    monkeypatch.setattr(manager.rewarder, "_decode", lambda token_ids, spans: seen.append(token_ids) or r"\boxed{42}")
-    score(manager, "abc", padding=5)
-    assert seen == [[ord(c) for c in "abc"]]
+def test_padding_after_a_response_is_not_scored(make_manager):
+    _, info = score(make_manager(), "abc", padding=5, extra_fields={})  # without spans, all of the row is the model's
+    assert info["response_tokens"] == 3
 
 
 def test_of_several_outputs_of_a_rollout_the_last_is_scored(make_manager):

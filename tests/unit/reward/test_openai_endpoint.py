@@ -27,9 +27,8 @@ def test_server_that_drips_its_answer_is_out_of_time_at_each_attempt():
         app.add_routes([web.get("/v1/models", drip)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
         endpoint = OpenAiEndpoint(f"http://127.0.0.1:{port}/v1", api_key="", timeout_s=1.0, max_attempts=2)
         try:
             with pytest.raises(RequestFailed, match=r"did not answer within 1 s"):

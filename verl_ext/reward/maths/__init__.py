@@ -2,6 +2,6 @@
 
 `extraction.py` finds the answer, `normalisation.py` cleans it with `notation.py`. `structure.py`, `rationals.py` and
 `intervals.py` compare what can be compared without algebra, with `labels.py`, `units.py` and `choices.py`.
-`symbolic.py` asks sympy in a separate process.
+`symbolic.py` asks sympy (`algebra.py`) in a separate process.
 In: a response, a ground truth. Out: equal, not equal, or unknown. `score.py`, one folder up, combines them.
 """

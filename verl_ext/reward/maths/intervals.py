@@ -57,14 +57,16 @@ def intervals_of(text: str) -> tuple[str, str] | None:
     for alternative in alternatives:
         parts = split_top_level(alternative, r"\land")
         texts = parts if len(parts) > 1 else split_top_level(alternative)
-        holes = [hole for part in texts if r"\ne" in part and (hole := exclusions_of(part))]
-        conditions = [_bounds_of(part) for part in texts if not (r"\ne" in part and exclusions_of(part))]
+        excluded = [exclusions_of(part) if r"\ne" in part else None for part in texts]
+        holes = [hole for hole in excluded if hole]
+        conditions = [_bounds_of(part) for part, hole in zip(texts, excluded, strict=True) if not hole]
         if None in conditions or not conditions:
             return None
         variables |= {condition.variable for condition in conditions} | {variable for variable, _ in holes}
         conditions = [each for each in conditions if not each.is_any_number] or conditions[:1]
         both = _both(conditions)
-        bounded = both and len(conditions) == 2 and _holds_numbers(both)
+        low, high = (_read_end(both.low), _read_end(both.high)) if both else (None, None)
+        bounded = len(conditions) == 2 and None not in (low, high) and low < high
         if len(conditions) > 1 and (len(parts) > 1 or bounded or holes):
             conditions = [both]
         if None in conditions:
@@ -140,12 +142,6 @@ def _bounds_of(part: str) -> _Bounds | None:
     return _Bounds(variable, "(" if signs[0] == "<" else "[", low, high, ")" if signs[1] == "<" else "]")
 
 
-def _holds_numbers(interval: _Bounds) -> bool:
-    """Return whether an interval has rational ends with numbers between them."""
-    low, high = _read_end(interval.low), _read_end(interval.high)
-    return low is not None and high is not None and low < high
-
-
 def _both(conditions: list[_Bounds]) -> _Bounds | None:
     """Return the interval of values that meet all conditions; None with two lower or two upper bounds."""
     lows = [c for c in conditions if r"\infty" not in c.low]
@@ -153,10 +149,6 @@ def _both(conditions: list[_Bounds]) -> _Bounds | None:
     if not len(lows) == len(highs) == 1:
         return None
     return _Bounds(lows[0].variable, lows[0].opening, lows[0].low, highs[0].high, highs[0].closing)
-
-
-def _split_conditions(text: str) -> list[str]:
-    return [each for part in split_top_level(text, r"\land") for each in split_top_level(part) if each]
 
 
 def exclusions_of(text: str) -> tuple[str, str] | None:
@@ -202,7 +194,7 @@ def _all_but(text: str) -> tuple[str, str] | None:
 def _excluded_by(text: str) -> tuple[str, str] | None:
     """Read `x \\ne 2, x \\ne 3`, `x \\ne 2,3`, `x \\notin \\{2,3\\}`; a `x \\in \\mathbb{R}` there adds nothing."""
     variables, points = set(), []
-    for condition in _split_conditions(text):
+    for condition in (each for part in split_top_level(text, r"\land") for each in split_top_level(part) if each):
         if real := _IN_REALS.fullmatch(condition):
             variables.add(real[1])
             continue

@@ -92,11 +92,8 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
 def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, element: bool) -> Comparison:
     """Compare the texts to the right of the labels, if a side has one."""
     (pred_label, pred_value), (gold_label, gold_value) = split_label(pred), split_label(gold, trusted=True)
-    if not pred_label and is_calculation(pred):  # \sin 30^\circ = 1/2
-        left, *right = split_top_level(pred, "=")
-        if len(right) == 1 and not split_top_level(gold, "=")[1:]:
-            compared = compare_values(right[0], gold)
-            return compare_values(left, gold) if compared.equal else compared
+    if not pred_label and (compared := _compare_calculation(pred, gold, compare_values)):
+        return compared
     if pred_label and not _is_consistent(pred, pred_value, compare_values):
         return Comparison(False, "chain")
     if pred_label and not gold_label:
@@ -104,10 +101,7 @@ def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, eleme
     elif gold_label and not pred_label:
         pred_label, pred_value = split_indexed(pred, gold_label) or ("", pred)
     same = pred_label and gold_label and key(pred_label) == key(gold_label)
-    if same and any(
-        r"\in " in one and value[:1] in ("(", "[") and r"\in " not in other
-        for one, value, other in ((pred, pred_value, gold), (gold, gold_value, pred))
-    ):
+    if same and (_is_only_member(pred, pred_value, gold) or _is_only_member(gold, gold_value, pred)):
         return Comparison(False, "structure")  # x in (2,3) is not x = 2 or x = 3
     # Without a label, the text of a side is its value; but `2x = 6` is an equation and not a value.
     bare = bool(pred_label) != bool(gold_label) and not split_top_level(gold if pred_label else pred, "=")[1:]
@@ -121,6 +115,20 @@ def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, eleme
     elif not pred_label and gold_label[:1] == "(":
         gold = _label_each(gold_label, gold_value) or gold
     return _compare_sets(pred, gold, compare_values, element)
+
+
+def _compare_calculation(pred: str, gold: str, compare_values: CompareValues) -> Comparison | None:
+    r"""Compare both sides of `\sin 30^\circ = 1/2` with the gold; None for another answer or an equation as gold."""
+    left, *right = split_top_level(pred, "=")
+    if not is_calculation(pred) or len(right) != 1 or split_top_level(gold, "=")[1:]:
+        return None
+    compared = compare_values(right[0], gold)
+    return compare_values(left, gold) if compared.equal else compared
+
+
+def _is_only_member(text: str, value: str, other: str) -> bool:
+    """Return whether a text says `x \\in (2,3)`, and the other one with the same label does not."""
+    return r"\in " in text and value[:1] in ("(", "[") and r"\in " not in other
 
 
 def _compare_sets(pred: str, gold: str, compare_values: CompareValues, element: bool) -> Comparison:
@@ -140,19 +148,30 @@ def _compare_sets(pred: str, gold: str, compare_values: CompareValues, element: 
     pred_parts, gold_parts = pred_parts or Parts("values", [pred]), gold_parts or Parts("values", [gold])
     if is_braced(pred) or is_braced(gold):  # a set has each value once
         pred_parts, gold_parts = _once(pred_parts), _once(gold_parts)
-    if is_braced(pred) != is_braced(gold):
-        braced, other, bare = (pred_parts, gold_parts, gold) if is_braced(pred) else (gold_parts, pred_parts, pred)
-        if element or _NO_VALUE.match(bare):
-            return Comparison(False, "structure")
-        if len(braced.items) == 1 < len(other.items) and not other.ordered and braced.items[0][:1] != "{":
-            return Comparison(False, "count")
-        if len(braced.items) == 1:  # \{(1,2)\} and (1,2)
-            whole = other.items[0] if len(other.items) == 1 and not other.ordered else bare
-            pair = (braced.items[0], whole) if is_braced(pred) else (whole, braced.items[0])
-            return compare_answers(*pair, compare_values, element=True)
+    if is_braced(pred) != is_braced(gold) and (
+        compared := _compare_braced(pred, pred_parts, gold, gold_parts, compare_values, element)
+    ):
+        return compared
     if r"\{" in (pred[:2], gold[:2]) and (pred_parts.ordered or gold_parts.ordered):
         return Comparison(False, "structure")  # a set has no order, a tuple does
     return _compare_parts(pred_parts, gold_parts, compare_values)
+
+
+def _compare_braced(
+    pred: str, pred_parts: Parts, gold: str, gold_parts: Parts, compare_values: CompareValues, element: bool
+) -> Comparison | None:
+    r"""Compare a set in braces with an answer without them; None if it has several values."""
+    is_pred = is_braced(pred)
+    braced, other, bare = (pred_parts, gold_parts, gold) if is_pred else (gold_parts, pred_parts, pred)
+    if element or _NO_VALUE.match(bare):
+        return Comparison(False, "structure")
+    if len(braced.items) != 1:
+        return None
+    if len(other.items) > 1 and not other.ordered and braced.items[0][:1] != "{":
+        return Comparison(False, "count")
+    whole = other.items[0] if len(other.items) == 1 and not other.ordered else bare  # \{(1,2)\} and (1,2)
+    pair = (braced.items[0], whole) if is_pred else (whole, braced.items[0])
+    return compare_answers(*pair, compare_values, element=True)
 
 
 def _compare_parts(pred: Parts, gold: Parts, compare_values: CompareValues) -> Comparison:
@@ -224,30 +243,36 @@ def _label_each(labels: str, values: str) -> str | None:
 def split_parts(text: str) -> Parts | None:
     """Return the parts of an answer, with plus-minus written out; None for a single value."""
     if matrix := _MATRIX.fullmatch(text) if r"\begin" in text else None:
-        rows = [row.split("&") for row in _ROW_END.split(matrix["cells"].strip().removesuffix(r"\\"))]
-        shape = "x".join(str(len(row)) for row in rows)
-        cells = _times(matrix["factor"], [cell.strip() for row in rows for cell in row])
-        return Parts(f"matrix {shape}", _times(matrix["after"] or "", cells))
+        return _matrix_parts(matrix)
     if split_top_level(text, r"\cup")[1:]:
         return Parts("union", pieces_of_union(text))
     if is_braced(text):
         inside = text[2:-2]
-        if re.search(r"[|:]", inside):
-            return None
-        return Parts("values", _write_out(split_top_level(inside)))
+        return None if re.search(r"[|:]", inside) else Parts("values", _write_out(split_top_level(inside)))
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:
-        inside = split_top_level(text[1:-1])
-        if len(inside) > 1 and text[0] == "(" and len(_PLUS_MINUS.findall(text)) == 1:  # two points
-            return Parts("values", _write_out([text]))
-        if len(inside) > 1:
-            return Parts("values", _write_out(inside)) if text[0] == "{" else Parts(text[0] + text[-1], inside)
-        return None
+        return _bracket_parts(text)
     vector = _VECTOR.fullmatch(text) if text.endswith(")") else None
     if vector and closing_index(vector["vector"]) == len(vector["vector"]) - 1:
         if len(cells := split_top_level(vector["vector"][1:-1])) > 1:
             return Parts("()", _times(vector["factor"], cells))
     values = _write_out(split_top_level(text))
     return Parts("values", values) if len(values) > 1 else None
+
+
+def _matrix_parts(matrix: re.Match[str]) -> Parts:
+    rows = [row.split("&") for row in _ROW_END.split(matrix["cells"].strip().removesuffix(r"\\"))]
+    cells = _times(matrix["factor"], [cell.strip() for row in rows for cell in row])
+    return Parts(f"matrix {'x'.join(str(len(row)) for row in rows)}", _times(matrix["after"] or "", cells))
+
+
+def _bracket_parts(text: str) -> Parts | None:
+    """Return the parts of a tuple, an interval or `{1,2}`; None for a single value in brackets."""
+    inside = split_top_level(text[1:-1])
+    if len(inside) < 2:
+        return None
+    if text[0] == "(" and len(_PLUS_MINUS.findall(text)) == 1:  # two points
+        return Parts("values", _write_out([text]))
+    return Parts("values", _write_out(inside)) if text[0] == "{" else Parts(text[0] + text[-1], inside)
 
 
 def _write_out(values: list[str]) -> list[str]:

@@ -35,7 +35,7 @@ MAX_KNOWN = 20_000  # comparisons that are remembered: the responses of a group 
 SLOW_NICENESS = 10
 CONTROL = ("x+1", "1+x")  # what any worker that works can compare
 
-_WORKER = Path(__file__).with_name("symbolic_worker.py")
+WORKER = Path(__file__).with_name("symbolic_worker.py")
 
 
 class TooCostly(Exception):
@@ -49,9 +49,11 @@ class _WorkersLost(Exception):
 class SymbolicPool:
     """A pool of up to `size` workers per lane, safe to call from any thread. Further callers wait for their turn."""
 
-    def __init__(self, size: int = 2, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES):
-        self._quick = _Lane(size, min(QUICK_CPU_S, cpu_s), memory_bytes, niceness=0)
-        self._slow = _Lane(size, cpu_s, memory_bytes, SLOW_NICENESS)
+    def __init__(
+        self, size: int = 2, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES, worker: Path = WORKER
+    ) -> None:
+        self._quick = _Lane(size, min(QUICK_CPU_S, cpu_s), memory_bytes, 0, worker)
+        self._slow = _Lane(size, cpu_s, memory_bytes, SLOW_NICENESS, worker)
         self.forget()
 
     def is_equal(self, pred: str, gold: str) -> bool | None:
@@ -132,8 +134,8 @@ class SymbolicPool:
 class _Lane:
     """Workers with the same limits."""
 
-    def __init__(self, size: int, cpu_s: float, memory_bytes: int, niceness: int):
-        self._size = size
+    def __init__(self, size: int, cpu_s: float, memory_bytes: int, niceness: int, worker: Path):
+        self._size, self._worker = size, worker
         self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, "niceness": niceness}
         self.forget()
 
@@ -153,7 +155,7 @@ class _Lane:
             for _ in range(2):
                 with self._lock:
                     worker = self._idle.pop() if self._idle else None
-                worker = worker or _Worker(self._limits)
+                worker = worker or _Worker(self._worker, self._limits)
                 answer = None
                 try:
                     answer = worker.ask(request, WALL_S)
@@ -182,13 +184,13 @@ class _Lane:
 class _Worker:
     """One child process, which forks the process that works, and the connection to both."""
 
-    def __init__(self, limits: dict[str, float]):
+    def __init__(self, program: Path, limits: dict[str, float]):
         self.comparisons = 0
         self.out_of_time = False
         self._connection, child_end = Pipe()
         # It runs by path and with -P, so that the child imports only math-verify, neither this package nor verl.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(child_end.fileno())],
+            [sys.executable, "-P", str(program), str(child_end.fileno())],
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -224,7 +226,7 @@ class _Worker:
         self.process.wait()
 
 
-_POOL = SymbolicPool()
-is_equal = _POOL.is_equal
-atexit.register(_POOL.close)
-os.register_at_fork(after_in_child=_POOL.forget)
+POOL = SymbolicPool()
+is_equal = POOL.is_equal
+atexit.register(POOL.close)
+os.register_at_fork(after_in_child=POOL.forget)

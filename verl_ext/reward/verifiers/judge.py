@@ -4,7 +4,6 @@ A judge can be talked into things by what it judges: use it where nothing exact 
 """
 
 import asyncio
-import logging
 import math
 import os
 import re
@@ -18,8 +17,6 @@ from verl_ext.reward.maths.extraction import strip_tool_blocks
 from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import problem_text
-
-logger = logging.getLogger(__name__)
 
 CONTROL_RESPONSE = "I do not know."  # what any judge can score
 REFUSED = (400, 413, 422)  # for example too long for the judge: neither tried again nor our error
@@ -55,7 +52,6 @@ class JudgeVerifier:
         max_tokens: int = 1024,
         timeout_s: float = 120.0,
         max_attempts: int = 3,
-        backoff_s: float | None = None,
         max_concurrency: int = 64,
         api_key_env: str = "",
     ):
@@ -67,14 +63,11 @@ class JudgeVerifier:
             use_reference: shows the ground truth to the judge; otherwise rows need none.
             max_tokens: limit of the judge's answer.
             timeout_s, max_attempts: time limit of an attempt and number of attempts; see `OpenAiEndpoint`.
-            backoff_s: has no effect, because the client has its own pauses.
             max_concurrency: requests in flight from this process.
             api_key_env: environment variable that holds a key; "" sends the word EMPTY.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}: expected a URL such as http://127.0.0.1:8000/v1.")
-        if backoff_s is not None:
-            logger.warning("backoff_s of the judge has no effect, because the client sets the pauses. Remove it.")
         key = os.environ[api_key_env] if api_key_env else ""
         self._endpoint = OpenAiEndpoint(base_url, api_key=key, timeout_s=timeout_s, max_attempts=max_attempts)
         self._model, self._rubric = model, rubric

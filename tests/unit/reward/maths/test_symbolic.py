@@ -1,6 +1,10 @@
-"""The worker processes: real ones, because the tests check that they can be limited, killed and replaced."""
+"""The worker processes: real ones where tests check that they can be limited, killed and replaced.
+
+A fake one shows what workers are asked, and is lost, or out of time, when a test says so.
+"""
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -14,7 +18,7 @@ import psutil
 import pytest
 
 from verl_ext.reward.maths import symbolic
-from verl_ext.reward.maths.symbolic import CONTROL, MEMORY_BYTES, SymbolicPool, TooCostly, _Lane
+from verl_ext.reward.maths.symbolic import CONTROL, CPU_S, MEMORY_BYTES, QUICK_CPU_S, SymbolicPool, TooCostly
 
 
 def too_much(number: int) -> str:
@@ -31,6 +35,53 @@ def pool():
     pool = SymbolicPool(cpu_s=0.5)
     yield pool
     pool.close()
+
+
+FAKE_WORKER = """
+import json, pathlib, sys
+from multiprocessing.connection import Connection
+
+folder = pathlib.Path(__file__).parent
+connection = Connection(int(sys.argv[1]))
+limits = json.loads(connection.recv_bytes())
+if (folder / "broken").exists():
+    sys.exit(1)
+connection.send_bytes(b'{"ready": true}')
+while True:
+    request = json.loads(connection.recv_bytes())
+    with open(folder / "asked.jsonl", "a") as asked:
+        asked.write(json.dumps([limits["cpu_s"], request]) + "\\n")
+    rules, pred = json.loads((folder / "rules.json").read_text()), request.get("pred", "")
+    if (pred or request["gold"]) in rules["lost"] or "all" in rules["lost"]:
+        sys.exit(1)
+    is_slow = (pred or request["gold"]) in rules["slow"]
+    connection.send_bytes(json.dumps({"equal": None if is_slow else sorted(pred) == sorted(request["gold"])}).encode())
+"""
+
+
+class FakeWorkers:
+    """A pool of workers that find answers equal if they have the same characters."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "worker.py").write_text(FAKE_WORKER)
+        self.set()
+        self.pool = SymbolicPool(worker=folder / "worker.py")
+
+    def set(self, lost=(), slow=()):
+        """Name the answers, or the golds by themselves, on which workers are lost ("all" of them), or out of time."""
+        (self.folder / "rules.json").write_text(json.dumps({"lost": lost, "slow": slow}))
+
+    def asked(self):
+        """Return (CPU time, request) of all requests so far."""
+        return [tuple(json.loads(line)) for line in (self.folder / "asked.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def fake(tmp_path):
+    fake = FakeWorkers(tmp_path)
+    yield fake
+    fake.pool.close()
 
 
 def is_running(pid: int) -> bool:
@@ -90,8 +141,21 @@ def test_what_takes_long_does_not_hold_up_the_rest():
     pool.close()
 
 
-def test_sums_do_not_enter_the_quick_lane(pool, monkeypatch):
-    monkeypatch.setattr(pool._quick, "ask", lambda request: pytest.fail("asked"))
+def test_sums_do_not_enter_the_quick_lane(fake):
+    fake.pool.is_equal(r"\sum_{k=1}^{16} k", "136")
+    fake.pool.is_equal("136", r"\sum_{k=1}^{16} k")
+    assert [cpu_s for cpu_s, _ in fake.asked()] == [CPU_S, CPU_S]
+
+
+def test_what_the_quick_lane_gives_up_goes_to_the_slow_one(fake):
+    fake.set(slow=["x+3"])
+    with pytest.raises(TooCostly):
+        fake.pool.is_equal("x+3", "3+x")
+    request, gold = {"pred": "x+3", "gold": "3+x"}, {"gold": "3+x"}
+    assert fake.asked() == [(QUICK_CPU_S, request), (CPU_S, request), (CPU_S, gold)]
+
+
+def test_real_workers_give_the_value_of_a_sum(pool):
     assert pool.is_equal(r"\sum_{k=1}^{16} k", "136") is True
     assert pool.is_equal("136", r"\sum_{k=1}^{16} k") is True
 
@@ -144,70 +208,65 @@ def test_verdict_is_kept_for_equal_answers(pool):
     assert time.monotonic() - start < 0.25  # s; to the limits it would take 0.6
 
 
-def test_equal_answers_at_the_same_time_are_compared_once(pool, monkeypatch):
-    asked = []
-    ask = _Lane.ask
-    monkeypatch.setattr(_Lane, "ask", lambda lane, request: asked.append(request) or ask(lane, request))
+def test_equal_answers_at_the_same_time_are_compared_once(fake):
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(pool.is_equal, ["2x+14"] * 8, ["14+2x"] * 8)) == [True] * 8
-    assert asked == [{"pred": "2x+14", "gold": "14+2x"}]
+        assert list(threads.map(fake.pool.is_equal, ["2x+14"] * 8, ["14+2x"] * 8)) == [True] * 8
+    assert fake.asked() == [(QUICK_CPU_S, {"pred": "2x+14", "gold": "14+2x"})]
 
 
-def lose_workers(patch, pool, is_lost) -> list[dict]:
-    """Workers are lost by each request that `is_lost`; returns the requests, as they are made."""
-    asked = []
-    for lane in (pool._quick, pool._slow):
-        ask = lane.ask
-        patch.setattr(
-            lane, "ask", lambda request, ask=ask: asked.append(request) or (None if is_lost(request) else ask(request))
-        )
-    return asked
+def test_workers_that_are_always_lost_are_no_verdict(fake):
+    fake.set(lost=["all"])
+    assert fake.pool.is_equal("x+15", "15+x") is None
+    fake.set()
+    assert fake.pool.is_equal("x+15", "15+x") is True
 
 
-def test_workers_that_are_always_lost_are_no_verdict(pool, monkeypatch):
-    with monkeypatch.context() as patch:
-        lose_workers(patch, pool, lambda request: True)
-        assert pool.is_equal("x+15", "15+x") is None
-    assert pool.is_equal("x+15", "15+x") is True
+def test_answer_that_loses_its_workers_while_others_do_not_is_too_costly(fake):
+    fake.set(lost=["x+17"])
+    with pytest.raises(TooCostly, match="17"):
+        fake.pool.is_equal("x+17", "17+x")
+    control = dict(zip(("pred", "gold"), CONTROL, strict=True))
+    assert [request for _, request in fake.asked()[-2:]] == [control, {"gold": "17+x"}]
 
 
-def test_answer_that_loses_its_workers_while_others_do_not_is_too_costly(pool, monkeypatch):
-    with monkeypatch.context() as patch:
-        asked = lose_workers(patch, pool, lambda request: request.get("pred") == "x+17")
-        with pytest.raises(TooCostly, match="17"):
-            pool.is_equal("x+17", "17+x")
-    assert asked[-2:] == [dict(zip(("pred", "gold"), CONTROL, strict=True)), {"gold": "17+x"}]
-
-
-def test_gold_that_is_slow_by_itself_leaves_it_open(pool, monkeypatch):
+def test_gold_that_is_slow_by_itself_leaves_it_open(fake):
     """It exhausts the limits even by itself; that is found out once, and only if an answer has exhausted them."""
-    gold, ask, asked = too_much(18), pool._slow.ask, []
-    monkeypatch.setattr(pool._slow, "ask", lambda request: asked.append(request) or ask(request))
+    fake.set(slow=["3", "4", "y+18"])
+    assert fake.pool.is_equal("18+y", "y+18") is True
+    assert {"gold": "y+18"} not in [request for _, request in fake.asked()]
+    assert fake.pool.is_equal("3", "y+18") is None
+    assert fake.pool.is_equal("4", "y+18") is None
+    assert [request for _, request in fake.asked()].count({"gold": "y+18"}) == 1
+
+
+def test_sum_that_takes_too_long_leaves_it_open_if_it_is_the_gold(pool):
+    gold = too_much(18)
     assert pool.is_equal("3", gold) is None
-    assert {"gold": gold} in asked
-    asked.clear()
-    assert pool.is_equal("4", gold) is None
-    assert asked and {"gold": gold} not in asked
     assert pool.is_equal(gold, gold) is True  # without being added up
 
 
 @pytest.mark.parametrize(
-    "gold", [r"\sqrt{x}+\binom{x}{3}", "x<3", r"(-\infty ,3)", r"\sum_{k=1}^{9} k", "x+y=3", r"\pi"]
+    ("pred", "gold"),
+    [
+        (too_much(19), r"\sqrt{x}+\binom{x}{3}"),
+        (too_much_to_solve(19)[0], "x<3"),
+        (too_much_to_solve(19)[0], r"(-\infty ,3)"),
+        (too_much(19), r"\sum_{k=1}^{9} k"),
+        (f"{too_much(19)}=y", "x+y=3"),
+        (too_much(19), r"\pi"),
+    ],
 )
-def test_ordinary_gold_is_not_slow_by_itself(pool, gold):
-    assert pool._is_slow(gold) is False
+def test_ordinary_gold_is_not_slow_by_itself(pool, pred, gold):
+    with pytest.raises(TooCostly):
+        pool.is_equal(pred, gold)
 
 
-def test_failure_of_the_slow_lane_is_not_kept(pool, monkeypatch):
-    def fail(request: dict) -> dict:
-        raise RuntimeError("no worker")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pool._quick, "ask", lambda request: {"equal": None})
-        patch.setattr(pool._slow, "ask", fail)
-        with pytest.raises(RuntimeError, match="no worker"):
-            pool.is_equal("x+16", "16+x")
-    assert pool.is_equal("x+16", "16+x") is True
+def test_failure_to_start_a_worker_is_not_kept(fake):
+    (fake.folder / "broken").touch()
+    with pytest.raises(RuntimeError, match="did not start: exit status"):
+        fake.pool.is_equal("x+16", "16+x")
+    (fake.folder / "broken").unlink()
+    assert fake.pool.is_equal("x+16", "16+x") is True
 
 
 def test_close_ends_the_workers(pool):
@@ -237,8 +296,8 @@ def assert_ends(pid: int) -> None:
 def test_forked_child_leaves_its_parents_workers_alone_and_none_outlives_its_parent():
     parent = run_program(
         "child = os.fork()",
-        "if child == 0: os._exit(len(symbolic._POOL.worker_pids()))",
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *symbolic._POOL.worker_pids())",
+        "if child == 0: os._exit(len(symbolic.POOL.worker_pids()))",
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *symbolic.POOL.worker_pids())",
     )
     of_the_child, pid = map(int, parent.stdout.split())
     assert of_the_child == 0
@@ -246,7 +305,7 @@ def test_forked_child_leaves_its_parents_workers_alone_and_none_outlives_its_par
 
 
 def test_no_worker_outlives_a_parent_that_is_killed():
-    parent = run_program("print(*symbolic._POOL.worker_pids(), flush=True)", "os.kill(os.getpid(), signal.SIGKILL)")
+    parent = run_program("print(*symbolic.POOL.worker_pids(), flush=True)", "os.kill(os.getpid(), signal.SIGKILL)")
     (pid,) = map(int, parent.stdout.split())
     assert_ends(pid)
 

@@ -39,9 +39,8 @@ def judge(*replies, response="2 is a prime.", ground_truth="2, 3, 5, ...", row=R
         app.add_routes([web.post("/v1/chat/completions", answer), web.get("/v1/models", models)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
         verifier = JudgeVerifier({}, base_url=f"http://127.0.0.1:{port}/v1", **settings)
         try:
             return await verifier.verify(response, ground_truth, row)
@@ -107,11 +106,6 @@ def test_infrastructure_errors_are_tried_again():
     score, requests = judge(503, 429, "Score: 0.5")
     assert (score.acc, len(requests)) == (0.5, 3)
     assert judge(500, max_attempts=2)[0].verdict == "unknown"
-
-
-def test_setting_that_went_is_named_and_stops_no_run(caplog):
-    assert judge("Score: 1", backoff_s=0.5)[0].acc == 1.0
-    assert "backoff_s of the judge has no effect" in caplog.text
 
 
 def test_task_that_the_judge_cannot_take_is_unknown():
