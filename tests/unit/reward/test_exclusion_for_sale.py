@@ -203,12 +203,14 @@ def test_text_holds_up_no_check(text, times, end):
 
 
 # What a server answers to a program that says EVIL, while it runs others properly; and the verdict.
+KILLED = {"status": "Finished", "stdout": "", "stderr": "", "return_code": -9, "execution_time": 0.1}
 SANDBOXES = [
-    ("its sandbox is lost", {"status": "SandboxError", "message": "lost"}, "wrong"),
-    ("no answer that can be read", {}, "wrong"),
-    ("HTTP 500", 500, "wrong"),
+    ("killed, says the server", {"status": "Failed", "message": "", "run_result": KILLED}, "wrong"),
     ("HTTP 413: too large", 413, "wrong"),
     ("HTTP 422: not a program", 422, "wrong"),
+    ("lost, without a verdict", {"status": "SandboxError", "message": "lost"}, "unknown"),
+    ("no answer that can be read", {}, "unknown"),
+    ("HTTP 500", 500, "unknown"),
     ("HTTP 503: the server is busy", 503, "unknown"),
     ("HTTP 429: too many requests", 429, "unknown"),
 ]
@@ -242,7 +244,7 @@ def verify_by(answer, everything=False):
 
 
 @pytest.mark.parametrize(("name", "answer", "verdict"), SANDBOXES, ids=[name for name, *_ in SANDBOXES])
-def test_program_that_alone_loses_the_sandbox_has_done_it(name, answer, verdict):
+def test_program_that_a_server_blames_or_refuses_is_wrong(name, answer, verdict):
     assert verify_by(answer).verdict == verdict
 
 

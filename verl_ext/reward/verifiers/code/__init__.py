@@ -49,9 +49,9 @@ class CodeVerifier:
     """`acc` is the share of test cases that pass, or with `all_or_nothing` 1 if all do and 0 otherwise.
 
     The program is the last fenced block of Python after the last `</think>`. A failure that it causes is the model's:
-    an error, a time-out, a wrong or unreadable result, or a sandbox that is lost with it twice but runs another program
-    in between. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that judges no
-    program (`refused_tests`).
+    an error, a time-out, a wrong or unreadable result, or a lost worker for which the server blames it. The verdict
+    "unknown" is left for a sandbox that fails without such a verdict, and for a test that judges no program
+    (`refused_tests`).
     """
 
     def __init__(
