@@ -88,7 +88,7 @@ async def test_one_that_stays_away_is_a_failure_by_the_deadline(breaking, client
     breaking.is_broken, began = True, time.monotonic()
     result = await client.run("second", timeout_s=0.1)
     assert result.status == "sandbox_failure" and "HTML" not in result.stderr
-    assert 0.3 < time.monotonic() - began < 5
+    assert 0.1 < time.monotonic() - began < 5  # more than two attempts take
 
 
 async def test_one_that_never_answered_is_not_waited_for(client_of, down):
