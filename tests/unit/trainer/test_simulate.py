@@ -14,6 +14,8 @@ from verl_ext.memory.estimate import Plan, estimate
 from verl_ext.memory.shape import ModelShape, read_shape
 from verl_ext.settings import REPO
 
+pytestmark = pytest.mark.nightly
+
 TINY = ModelShape("qwen2", 3, 128, 512, 4, 2, 32, 4096, False)
 TIED = ModelShape("qwen3", 4, 192, 384, 6, 2, 32, 512, True)
 MANY_WORDS = ModelShape("qwen2", 2, 16, 32, 2, 1, 8, 4096, False)
@@ -210,13 +212,8 @@ PLANS = {  # -> where the peak is
 }
 
 
-FAST = ("0.5B", "few tokens")  # the others simulate more operations: up to 40 s each
-
-
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each not in FAST)) for each in PLANS]
-)
+@pytest.mark.parametrize("name", PLANS)
 def test_estimate_agrees_with_the_simulation(name):
     plan, where = PLANS[name]
     seen, estimated = simulated(plan), estimate(plan)
