@@ -277,7 +277,7 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
     }
 
     def run(override="trainer.nnodes=1", breaks_at=""):
-        """Run the script in a separate process, because it adopts the orphans of what it starts."""
+        """Run the script in a separate process, because the script adopts orphaned processes."""
         return subprocess.run(
             [*map(str, command), "--generate", str(launcher), override],
             env=os.environ | variables | {"FAKE_BREAK": breaks_at},

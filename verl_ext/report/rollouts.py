@@ -108,7 +108,7 @@ def pick_training_rollouts(rows: Sequence[Row]) -> list[ShownRollout]:
 
 
 def _ordered(rows: Sequence[Row]) -> list[tuple[Sample, Row]]:
-    """Return (sample, row) of each row, by the hash of what it says."""
+    """Return (sample, row) of each row, in the order of the hashes of their texts."""
     found = [(sample_of(row), row) for row in rows]
     return sorted(found, key=lambda each: _digest(each[0].data_source, each[0].prompt, each[0].output, each[0].uid))
 

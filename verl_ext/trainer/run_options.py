@@ -130,7 +130,7 @@ def own_observers(trainer: Any) -> Iterator[Observer]:
     """Make the observers that `retool.observers` names, each of the trainer.
 
     Raises:
-        ValueError: one cannot be loaded.
+        ValueError: one cannot be loaded, or is no `Observer`: it would miss an event in the middle of the run.
     """
     from verl.utils.import_utils import load_extern_object
 
@@ -143,7 +143,13 @@ def own_observers(trainer: Any) -> Iterator[Observer]:
                 f"retool.observers names {where!r}, which cannot be loaded: {error}. Expected FILE.py:NAME or "
                 "package.module:NAME of what takes the trainer and makes a verl_ext.events.Observer."
             ) from error
-        yield make(trainer)
+        observer = make(trainer)
+        if not isinstance(observer, Observer):
+            raise ValueError(
+                f"retool.observers names {where!r}, which gave a {type(observer).__name__}. Expected a subclass of "
+                "verl_ext.events.Observer, which has a method for each event."
+            )
+        yield observer
 
 
 def warn_of_a_smaller_mean(config: DictConfig, parameter_sync_step: int) -> None:

@@ -335,6 +335,12 @@ def test_an_observer_that_cannot_be_loaded_stops_the_run_at_its_start(make, wher
         make(f"retool.observers=[{where}]")
 
 
+def test_an_observer_that_would_miss_an_event_stops_the_run_at_its_start(make, tmp_path):
+    (tmp_path / "mine.py").write_text("class Listener:\n    def __init__(self, trainer): ...\n")
+    with pytest.raises(ValueError, match="which gave a Listener. Expected a subclass of verl_ext.events.Observer"):
+        make(f"retool.observers=[{tmp_path}/mine.py:Listener]")
+
+
 @pytest.mark.parametrize(("cut", "expected"), [((1, 1, 0, 0), 0.5), ((0,) * 4, 0.0), ((None,) * 4, 0.25)])
 def test_the_clip_ratio_is_the_share_that_the_limit_cut_and_not_of_the_batchs_longest(make, monkeypatch, cut, expected):
     """verl's own is .25 here: one of four is as long as the longest. It stays if a loop notes no end."""
