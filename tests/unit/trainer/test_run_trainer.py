@@ -341,6 +341,21 @@ def test_an_observer_that_would_miss_an_event_stops_the_run_at_its_start(make, t
         make(f"retool.observers=[{tmp_path}/mine.py:Listener]")
 
 
+def test_the_wait_for_rollouts_ends_if_the_process_of_an_agent_loop_is_gone(make, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from verl_ext.rollout.liveness import AgentLoops
+
+    def gone(self):
+        raise RuntimeError("an agent-loop worker is gone")
+
+    trainer, _ = make()
+    monkeypatch.setattr(AgentLoops, "check", gone)
+    monkeypatch.setattr(PPOTrainer, "fit", lambda self, _: self.replay_buffer._wait_for_next_poll("train", 0.0))
+    with pytest.raises(RuntimeError, match="an agent-loop worker is gone"):
+        trainer.fit(None)
+
+
 @pytest.mark.parametrize(("cut", "expected"), [((1, 1, 0, 0), 0.5), ((0,) * 4, 0.0), ((None,) * 4, 0.25)])
 def test_the_clip_ratio_is_the_share_that_the_limit_cut_and_not_of_the_batchs_longest(make, monkeypatch, cut, expected):
     """verl's own is .25 here: one of four is as long as the longest. It stays if a loop notes no end."""
