@@ -104,7 +104,7 @@ def sample(
         return kept.rows
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_ext.environments.toolbox.shared_client", lambda settings: sandbox or FakeSandbox())
+        patch.setattr("verl_ext.environments.interpreter.shared_client", lambda settings: sandbox or FakeSandbox())
         return asyncio.run(run()), server
 
 
