@@ -2,7 +2,8 @@
 """Write docs/reference/settings.md: every key below `retool` with its type, range, default and meaning.
 
 Types and ranges are those of verl_ext/settings; defaults and meanings those of configs/shared/*.yaml and tiny_sft.yaml,
-where each key has a comment. A test compares the page with what this script prints.
+where each key has a comment; those of a table's rows are in verl_ext/settings. A test compares
+the page with what this script prints.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from verl_ext.settings.checks import Option
 
 PAGE = REPO / "docs" / "reference" / "settings.md"
 YAMLS = {"retool": ("shared/every_run.yaml", "shared/retool.yaml"), "data.retool": ("shared/sft.yaml",)}
-WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", list: "list"}
+WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", list: "list", dict: "section"}
 HEAD = """\
 # Settings
 
@@ -65,13 +66,15 @@ def rows(schema: type, name: str, values: Mapping[str, Any], notes: Mapping[str,
         if is_dataclass(kinds[0]):
             below.append((kinds[0], f"{name}.{each.name}", value if isinstance(value, Mapping) else {}))
             continue
-        among, within = each.metadata.get("among"), each.metadata.get("within")
-        kind = (
-            ", ".join(f"`{one}`" for one in among) if among else WORDS[kinds[0]] + (f" in {within}" if within else "")
-        )
-        yield row(f"{name}.{each.name}", kind + (" or null" if NoneType in kinds else ""), value, notes)
+        path, among, within = f"{name}.{each.name}", each.metadata.get("among"), each.metadata.get("within")
+        words = [f"`{one}`" for one in among] if among else [WORDS[one] for one in kinds if one in WORDS]
+        kind = ", ".join(words) + (f" in {within}" if within else "")
+        yield row(path, kind + (" or null" if NoneType in kinds else ""), value, notes)
+        if table := each.metadata.get("table_of"):
+            texts = {f"{path}.NAME.{one.name}": one.metadata["about"] for one in fields(table)}
+            below.append((table, f"{path}.NAME", {}, texts))
     for section in below:
-        yield from rows(*section, notes)
+        yield from rows(*section, **({} if len(section) == 4 else {"notes": notes}))
 
 
 def row(name: str, kind: str, default: Any, notes: Mapping[str, str]) -> str:

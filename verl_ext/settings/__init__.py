@@ -201,11 +201,37 @@ class FleetSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Domain:
+    """A row of `retool.domains`: what holds for the rows with its name as `data_source`. None: as for the whole run."""
+
+    weight: float = key(
+        1.0, within="[0, inf)", about="share of the trained batch, relative to others; 0: validated only"
+    )
+    train: list | str | None = key(None, about="data files; if a domain names some, they replace data.train_files")
+    val: list | str | None = key(None, about="the same for data.val_files")
+    environment: str | dict | list | None = key(None, about="as retool.environment")
+    protocol: str | None = key(None, among=PROTOCOLS, about="as retool.protocol")
+    verifier: str | dict | None = key(None, about="name or path of a verifier, or a section with its path and settings")
+    n: int | None = key(None, within="[2, inf)", about="responses per prompt in training, as rollout.n")
+    max_tool_calls: int | None = key(None, within="[0, inf)", about="as retool.max_tool_calls")
+    max_tool_response_tokens: int | None = key(None, within="[1, inf)", about="as retool.max_tool_response_tokens")
+    response_tokens: int | None = key(
+        None, within="[1, inf)", about="tokens of a response, up to data.max_response_length"
+    )
+    turn_s: float | None = key(None, within="(0, inf)", about="as retool.turn_s")
+    episode_s: float | None = key(None, within="(0, inf)", about="as retool.episode_s")
+    max_staleness: int | None = key(None, within="[0, inf)", about="as the sampler's max_staleness")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Retool:
     """`retool` of an RL run; configs/shared/retool.yaml and every_run.yaml say next to each key what it does."""
 
     checkpoints: CheckpointSettings = CheckpointSettings()
     protocol: str = key(among=PROTOCOLS)
+    environment: str | dict | list = "python"
+    turn_s: float | None = key(None, within="(0, inf)", about="a number of seconds of a turn's calls")
+    episode_s: float | None = key(None, within="(0, inf)", about="a number of seconds of an episode's calls")
     repair_json: bool = key()
     max_tool_calls: int = key(within="[0, inf)", about="a number of calls of a response")
     run_last_code: bool = key()
@@ -222,6 +248,7 @@ class Retool:
     light_validation: LightValidation | None = None
     early_stop: EarlyStop | None = None
     observers: list = key(())
+    domains: dict | None = key(None, table_of=Domain)
 
 
 @dataclass(frozen=True, kw_only=True)

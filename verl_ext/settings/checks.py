@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def key(default: Any = MISSING, *, within: str = "", about: str = "", among: Collection[str] = ()) -> Any:
+def key(
+    default: Any = MISSING, *, within: str = "", about: str = "", among: Collection[str] = (), table_of: Any = None
+) -> Any:
     """Make a field of a section.
 
     Args:
         within: the interval of a number, `(0, 1]`.
         about: what the number is, with its unit.
         among: the names that a text can be.
+        table_of: the dataclass of the sections of a table, whose names are free.
     """
-    return field(default=default, metadata={"within": within, "about": about, "among": among})
+    metadata = {"within": within, "about": about, "among": among, "table_of": table_of}
+    return field(default=default, metadata=metadata)
 
 
 class Option:
@@ -97,6 +101,9 @@ def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
             wrong += [_missing(path)] if needed and not below else problems({}, below, path) if needed else []
         elif below:
             yield from problems(section[each.name], below, path) if section[each.name] is not None else ()
+        elif (of_table := each.metadata.get("table_of")) and isinstance(section[each.name], Mapping):
+            for name_in_table, row in section[each.name].items():
+                yield from problems(row, of_table, f"{path}.{name_in_table}")
         elif is_on:
             wrong += _wrong_value(section[each.name], schema, each, path)
     yield from wrong
@@ -114,17 +121,29 @@ def _missing(path: str) -> Problem:
 def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem]:
     """Return a list of one problem, or an empty one."""
     kinds, within, among = _kinds(schema, of.name), of.metadata.get("within"), of.metadata.get("among")
-    kind = kinds[0]
     if (value is None and types.NoneType in kinds) or (isinstance(value, str) and value.startswith("${")):
         return []
     if among:
         return [] if value in among else [Problem(path, "name", f"{path} is {value!r}", tuple(sorted(among)))]
-    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-    if fits and (not within or is_in(value, within)):
+    if any(_is_a(value, kind) for kind in kinds) and (not within or is_in(value, within)):
         return []
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list"}
+    expected = " or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
     where = f" in {within}: it is {of.metadata['about']}" if within else ""
-    return [Problem(path, "value", f"{path} is {value!r}, expected {words[kind]}{where}")]
+    return [Problem(path, "value", f"{path} is {value!r}, expected {expected}{where}")]
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "a section",
+}
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
 
 
 def is_in(number: float, interval: str) -> bool:
