@@ -28,6 +28,7 @@ class RolloutEnd(StrEnum):
     MAX_TURNS = "max_turns", Fault.MODEL  # one call more than `retool.max_tool_calls`
     MAX_TOKENS = "max_tokens", Fault.MODEL  # the response is full
     MALFORMED_LIMIT = "malformed_limit", Fault.MODEL  # calls that could not be run: more than `max_malformed_calls`
+    TIMEOUT = "timeout", Fault.MODEL  # its calls ran for longer than `retool.turn_s` or `episode_s`
     SANDBOX_FAILURE = "sandbox_failure", Fault.INFRASTRUCTURE  # sandbox or tool did not answer a call
     UNVERIFIED = "verifier_unknown", Fault.INFRASTRUCTURE  # no verifier could judge the answer, whatever it was
     ABORTED = "aborted", Fault.INFRASTRUCTURE  # the rollout server failed or gave the request up

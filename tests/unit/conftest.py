@@ -260,12 +260,13 @@ def roll_out() -> Callable[..., Any]:
                 hf_model_type="qwen2",
                 tools=SimpleNamespace(tools=list(tools)),
             )
-            loop.tools.interpreter.sandbox = sandbox
             row = {"uid": "prompt-0", "session_id": 0, "raw_prompt": [{"role": "user", "content": question}]}
             row |= prompt or {}
             return await loop.roll_out({"temperature": 1.0, "logprobs": logprobs}, **row)
 
-        return asyncio.run(roll()), server, sandbox
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("verl_ext.environments.interpreter.shared_client", lambda _: sandbox)
+            return asyncio.run(roll()), server, sandbox
 
     return run
 

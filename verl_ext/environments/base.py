@@ -2,24 +2,41 @@
 
 The agent loop (rollout/loop.py) calls `open` first, then `call` for each call of a tool and `reply` for each turn
 without one, `score` when the episode has ended, and `close` in any case. Exceptions say whose fault a failure is, see
-tool_errors.py: `ToolUnavailable` marks the episode as failed by the infrastructure; any other is ours, and raised.
+tool_errors.py: `ToolError` is the model's, which reads it; `ToolUnavailable` marks the episode as failed by the
+infrastructure; any other is ours, and raised.
+
+To make your own, derive from `Environment` and mark its tools:
+
+    class Stack(Environment):
+        async def open(self, task):
+            self.items = list(task["extra_info"]["items"])
+            return await super().open(task)
+
+        @tool
+        def pop(self) -> str:
+            \"\"\"Take the topmost item.\"\"\"
+            if not self.items:
+                raise ToolError("the stack is empty")
+            return self.items.pop()
+
+and name it in a run: `retool.environment: my_stack.py:Stack`.
 """
 
 import asyncio
-import logging
-import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any, ClassVar, TypeVar
 
+from verl_ext.environments.tool_errors import ToolError, who_is_at_fault
 from verl_ext.episode import CallResult, Episode, Score
-from verl_ext.protocols.base import Call
+from verl_ext.outcome import Fault
+from verl_ext.protocols.base import Call, format_output
 
-logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
-
-CLOSE_S = 30.0  # within which an environment must close
+Method = TypeVar("Method", bound=Callable)
 
 
 @dataclass(frozen=True)
@@ -30,21 +47,77 @@ class Opening:
     tools: dict[str, dict]
 
 
-class Environment(Protocol):
-    """The life of one episode in its world."""
+def tool(method: Method) -> Method:
+    """Make a method of an environment a tool. Its schema comes from its docstring, with `Args:`, and its types."""
+    method.is_tool = True
+    return method
+
+
+class Environment:
+    """The life of one episode in its world. Each method has a default, so that a small world stays short.
+
+    Args:
+        config: the run's, with `retool`. Settings of the YAML next to `name` arrive as further keyword arguments.
+    Attributes:
+        is_stateless: whether a call that infrastructure failed may be made again; never so with state.
+        call_s: seconds that a call of a `tool` may take; None: the run's limit for programs and their queueing.
+    """
+
+    is_stateless: ClassVar[bool] = False
+    call_s: float | None = None
+
+    def __init__(self, config: Any = None):
+        self.config = config
+        self._turn = asyncio.Lock()  # calls of a turn run one after the other
+
+    @classmethod
+    def schemas(cls, config: Any = None, **settings: Any) -> dict[str, dict]:
+        """Return, by name, the schemas of the tools that its episodes may have, in OpenAI's form.
+
+        Raises:
+            ValueError: a tool's docstring or types are incomplete.
+        """
+        return _schemas_of_methods(cls)
 
     async def open(self, task: Mapping[str, Any]) -> Opening:
-        """Begin the episode.
+        """Begin the episode. After `ToolUnavailable`, the loop tries again with a new object.
 
         Args:
             task: the row of the data set: `raw_prompt`, `extra_info`, `tools_kwargs`, `reward_model`, ...
         Raises:
             ValueError: the row is wrong.
-            ToolUnavailable: something that the episode needs did not answer, also when asked again.
+            ToolUnavailable: something that the episode needs did not answer.
         """
+        return Opening(list(task["raw_prompt"]), _schemas_of_methods(type(self)))
 
     async def call(self, call: Call) -> CallResult:
         """Run one call of a tool of the opening. The calls of a turn may run at the same time."""
+        method = getattr(self, call.tool)
+        if told := unknown_argument(call, _schemas_of_methods(type(self))[call.tool]):
+            return told
+        async with self._turn:
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(self._limit_s()):
+                    if inspect.iscoroutinefunction(method):
+                        said = await method(**call.arguments)
+                    else:
+                        said = await asyncio.to_thread(method, **call.arguments)
+            except Exception as error:  # a tool's code may raise anything
+                fault = who_is_at_fault(error, call.arguments)
+                if fault is Fault.OURS:
+                    error.add_note(f"Raised by {type(self).__name__}.{call.tool} for {call.arguments!r:.200}. {REMEDY}")
+                    raise
+                if fault is Fault.INFRASTRUCTURE:
+                    return CallResult("", failure=f"{call.tool}: {error!r}")
+                kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
+                return CallResult(f"{kind}: {error}", error=kind, run_s=time.perf_counter() - started)
+        run_s = time.perf_counter() - started
+        if isinstance(said, CallResult):
+            return replace(said, run_s=said.run_s or run_s)
+        if not isinstance(said, str):
+            raise TypeError(f"{type(self).__name__}.{call.tool} returned {said!r:.200}; expected text or a CallResult.")
+        return CallResult(format_output(said, ""), run_s=run_s)
 
     async def reply(self, text: str) -> list[dict[str, Any]] | None:
         """Return the user's messages that answer a turn without a call; None: the turn ends the episode.
@@ -52,23 +125,73 @@ class Environment(Protocol):
         Args:
             text: what the model wrote, with the end token.
         """
+        return None
 
     async def score(self, episode: Episode) -> Score | None:
-        """Score the ended episode; None: the reward manager does, by the row's ground truth."""
+        """Score the ended episode; None: the verifier of its `data_source` does, by the row's ground truth. After
+        `ToolUnavailable` the loop asks again."""
+        return None
 
     async def close(self) -> None:
         """Release the sessions, processes and connections of the episode. The loop may close an environment that `open`
         has not finished opening; a second close does nothing."""
 
+    def _limit_s(self) -> float | None:
+        if self.call_s is not None or self.config is None:
+            return self.call_s
+        sandbox = self.config.retool.sandbox
+        return sandbox.timeout_s + sandbox.queue_timeout_s
 
-@asynccontextmanager
-async def closed_at_end(environment: Environment, within_s: float = CLOSE_S) -> AsyncIterator[Environment]:
-    """Close an environment when the block ends, also if the episode raised or was cancelled. One that is too slow is
-    logged, and holds nobody."""
+
+REMEDY = (
+    "Correct it: if the arguments are at fault, it must raise verl_ext.environments.tool_errors.ToolError; if its "
+    "backend is down, ToolUnavailable."
+)
+
+
+def unknown_argument(call: Call, schema: Mapping[str, Any]) -> CallResult | None:
+    """Return what the model reads if a call has an argument that its tool has not."""
+    known = (schema["function"].get("parameters") or {}).get("properties") or {}
+    if not (unknown := sorted(call.arguments.keys() - known.keys())):
+        return None
+    told = f"{call.tool} has no argument {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+    return CallResult(f"ToolError: {told}", error="ToolError")
+
+
+def selected(tools: Mapping[str, dict], task: Mapping[str, Any]) -> dict[str, dict]:
+    """Return the tools that a row may use: those of its `extra_info.tool_selection`, or all.
+
+    Raises:
+        ValueError: there is no tool of that name.
+    """
+    selection = (task.get("extra_info") or {}).get("tool_selection")
+    if selection is None or len(selection) == 0:
+        return dict(tools)
+    if unknown := set(selection) - set(tools):
+        raise ValueError(
+            f"extra_info.tool_selection names {sorted(unknown)}, but the tools are {sorted(tools)}. Add them to the "
+            "file of rollout.multi_turn.tool_config_path or to retool.environment; only the hermes protocol can call "
+            "them."
+        )
+    return {name: tools[name] for name in selection}
+
+
+@functools.cache
+def _schemas_of_methods(cls: type[Environment]) -> dict[str, dict]:
+    methods = {name: each for name, each in inspect.getmembers(cls) if getattr(each, "is_tool", False)}
+    return {name: _schema(cls, name, method) for name, method in methods.items()}
+
+
+def _schema(owner: type, name: str, method: Callable) -> dict:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
     try:
-        yield environment
-    finally:
-        try:
-            await asyncio.wait_for(asyncio.shield(environment.close()), within_s)
-        except TimeoutError:
-            logger.warning("An environment was not closed in %g s.", within_s)
+        schema = get_json_schema(MethodType(method, owner))  # bound, so that `self` is no argument
+        del schema["function"]["return"]
+        return schema
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"The tool {name!r} of {owner.__name__} has no complete docstring or types: {error} Give it a docstring, "
+            "with a line below `Args:` for each argument, and a type for each."
+        ) from error

@@ -16,10 +16,10 @@ from verl.tools.function_tool import FunctionTool, normalize_function_tool_retur
 from verl.tools.schemas import ToolResponse
 from verl.tools.tool_registry import load_all_tools
 
-from verl_ext.environments.base import Opening
+from verl_ext.environments.base import REMEDY, Environment, Opening, unknown_argument
 from verl_ext.environments.interpreter import Interpreter
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
-from verl_ext.episode import CallResult, Episode, Score
+from verl_ext.episode import CallResult
 from verl_ext.outcome import Fault
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, format_output
 
@@ -42,49 +42,42 @@ class Toolbox:
     def __init__(self, settings: Any, tools: Sequence[BaseTool | FunctionTool] = ()):
         self.interpreter = Interpreter(settings)
         self.timeout_s = settings.sandbox.timeout_s + settings.sandbox.queue_timeout_s  # of a call of another tool
-        self.tools = {tool.name: tool for tool in tools} | {CODE_TOOL: self.interpreter}
+        self.tools = {tool.name: tool for tool in tools}
         self.schemas = schemas_of(tools)
 
     def environment(self) -> "ToolEnvironment":
-        """Return the environment of one episode."""
-        return ToolEnvironment(self)
-
-    def select(self, selection: Any) -> dict[str, dict]:
-        """Return, by name, the schemas of the tools that a sample may use: its `extra_info.tool_selection`, or all.
-
-        Raises:
-            ValueError: there is no tool of that name.
-        """
-        if selection is None or len(selection) == 0:
-            return self.schemas
-        if unknown := set(selection) - set(self.schemas):
-            raise ValueError(
-                f"extra_info.tool_selection names {sorted(unknown)}, but the tools are {sorted(self.schemas)}. Add "
-                "them to the file of rollout.multi_turn.tool_config_path; only the hermes protocol can call them."
-            )
-        return {name: self.schemas[name] for name in selection}
+        """Return the environment of one episode, which shares the interpreter with all others."""
+        return ToolEnvironment(self, self.interpreter)
 
 
-class ToolEnvironment:
-    """An episode with the interpreter, functions, and verl's `BaseTool`s, of which it has one instance each."""
+class ToolEnvironment(Environment):
+    """An episode with an interpreter, functions, and verl's `BaseTool`s, of which it has one instance each.
 
-    def __init__(self, toolbox: Toolbox):
-        self._tools, self._timeout_s, self._select = toolbox.tools, toolbox.timeout_s, toolbox.select
-        self._schemas: dict[str, dict] = {}
+    Args:
+        interpreter: runs the code; the episode's own if it has `close`.
+    """
+
+    def __init__(self, toolbox: Toolbox, interpreter: Any):
+        super().__init__()
+        self.is_stateless = not hasattr(interpreter, "close")
+        self._interpreter, self._tools, self._timeout_s = interpreter, toolbox.tools, toolbox.timeout_s
+        self._schemas = toolbox.schemas
         self._instances: dict[str, str] = {}  # name of a BaseTool -> its instance
         self._busy: dict[str, asyncio.Lock] = {}  # an instance runs the calls of a turn one after the other
         self._agent: AgentData | None = None
 
     async def open(self, task: Mapping[str, Any]) -> Opening:
         """Begin the episode, and create the instances of its tools; see `Environment.open`."""
-        self._schemas = self._select((task.get("extra_info") or {}).get("tool_selection"))
+        names = (task.get("extra_info") or {}).get("tool_selection")
         messages, settings = list(task["raw_prompt"]), task.get("tools_kwargs") or {}
         self._agent = AgentData(messages, [], [], None, None, {}, str(task.get("uid", "")), settings)
-        for name in self._schemas:
-            if not isinstance(tool := self._tools[name], FunctionTool | Interpreter):
+        for name, tool in self._tools.items():
+            is_used = name != CODE_TOOL and (names is None or len(names) == 0 or name in names)
+            if is_used and not isinstance(tool, FunctionTool):
                 create_kwargs = (settings.get(name) or {}).get("create_kwargs") or {}
                 try:
-                    instance, _ = await self._attempts(name, {}, partial(tool.create, create_kwargs=create_kwargs))
+                    create = partial(tool.create, create_kwargs=create_kwargs)
+                    instance, _ = await self._attempts(name, {}, create, attempts=1)  # the loop tries again
                 except _ToldError as error:  # the model has not written anything yet
                     raise ValueError(
                         f"The tool {name!r} refused tools_kwargs.{name}.create_kwargs={create_kwargs!r:.200}: {error}. "
@@ -99,12 +92,10 @@ class ToolEnvironment:
         Raises:
             Exception: a bug of a tool, with a note that names it, or a request that the sandbox refuses as such.
         """
-        if isinstance(tool := self._tools[call.tool], Interpreter):
-            return await tool.run(call)
-        known = (self._schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
-        if unknown := sorted(call.arguments.keys() - known.keys()):
-            told = f"{call.tool} has no argument {unknown[0]!r}; it has {', '.join(known) or 'none'}"
-            return CallResult(f"ToolError: {told}", error="ToolError")
+        if call.tool == CODE_TOOL:
+            return await self._interpreter.run(call)
+        if told := unknown_argument(call, self._schemas[call.tool]):
+            return told
         started, tried = time.perf_counter(), list[int]()
         try:
             async with self._busy.get(call.tool) or nullcontext():
@@ -116,16 +107,13 @@ class ToolEnvironment:
         text = format_output(response.text, "")
         return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=len(tried))
 
-    async def reply(self, text: str) -> list[dict[str, Any]] | None:
-        return None
-
-    async def score(self, episode: Episode) -> Score | None:
-        return None
-
     async def close(self) -> None:
         """Release the instances of tools, each within RELEASE_S; one that fails to is logged."""
         instances, self._instances = self._instances, {}
-        await asyncio.gather(*(self._release(name, instance) for name, instance in instances.items()))
+        releases = [self._release(name, instance) for name, instance in instances.items()]
+        if hasattr(self._interpreter, "close"):
+            releases.append(self._interpreter.close())
+        await asyncio.gather(*releases)
 
     async def _release(self, name: str, instance: str) -> None:
         try:
@@ -136,32 +124,33 @@ class ToolEnvironment:
             logger.exception("The tool %s could not release its instance.", name)
 
     async def _attempts(
-        self, name: str, arguments: Mapping[str, Any], act: Callable[[], Awaitable[Any]], tried: list | None = None
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        act: Callable[[], Awaitable[Any]],
+        tried: list | None = None,
+        attempts: int = TOOL_ATTEMPTS,
     ) -> Any:
-        """Return what a tool gives in one of TOOL_ATTEMPTS, each in time; `tried` gets an entry for each.
+        """Return what a tool gives in one of `attempts`, each in time; `tried` gets an entry for each.
 
         Raises:
             _ToldError: the model is at fault, and reads the message.
             ToolUnavailable: the infrastructure is.
             Exception: the tool is, with a note that names it.
         """
-        for attempt in range(1, TOOL_ATTEMPTS + 1):
+        for attempt in range(1, attempts + 1):
             if tried is not None:
                 tried.append(attempt)
             try:
                 return await self._in_time(act())
             except Exception as error:  # a tool's code may raise anything; a bug is raised again
-                fault = who_is_at_fault(error, arguments, is_last=attempt == TOOL_ATTEMPTS)
+                fault = who_is_at_fault(error, arguments, is_last=attempt == attempts)
                 if fault is Fault.OURS:
-                    error.add_note(
-                        f"Raised by the tool {name!r} for the arguments {arguments!r:.200}. Correct it: if the "
-                        "arguments are at fault, it must raise verl_ext.environments.tool_errors.ToolError; if its "
-                        "backend is down, ToolUnavailable."
-                    )
+                    error.add_note(f"Raised by the tool {name!r} for the arguments {arguments!r:.200}. {REMEDY}")
                     raise
                 if fault is Fault.MODEL:
                     raise _ToldError(error) from error
-                if isinstance(error, ToolUnavailable) or attempt == TOOL_ATTEMPTS:
+                if isinstance(error, ToolUnavailable) or attempt == attempts:
                     raise ToolUnavailable(f"{name}: {error!r}") from error
                 logger.info("%s failed and is called again: %r", name, error)
             await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))

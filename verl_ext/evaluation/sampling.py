@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.datasets.rows import DataError, progress_bar
+from verl_ext.environments.base import selected
+from verl_ext.environments.shared_client import shared_client
 from verl_ext.environments.toolbox import load_tools
 from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
 from verl_ext.evaluation.samples import failure_of
@@ -91,6 +93,7 @@ class Sampler:
         self._protocols = {
             each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
         }
+        self._sandbox = config.retool.sandbox
         tools = load_tools(rollout.multi_turn, REPO)
         self._make_loop = functools.partial(make_loop, config, server, tokenizer, tools, hf_model_type=hf_model_type)
         self._loops: dict[str, RetoolAgentLoop] = {}
@@ -99,8 +102,7 @@ class Sampler:
 
     async def aclose(self) -> None:
         """Close the connections to the sandbox."""
-        for loop in self._loops.values():
-            await loop.tools.interpreter.sandbox.aclose()
+        await shared_client(self._sandbox).aclose()
 
     async def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Check that all prompts can be rolled out, before any is.
@@ -110,8 +112,9 @@ class Sampler:
         """
         for row in rows:
             loop = self._loop(row)
-            schemas = loop.tools.select(row["extra_info"].get("tool_selection"))
-            ids = await loop.ct_build_initial_tokens(row["raw_prompt"], tools=loop.protocol.schemas(schemas))
+            way = loop.ways.of(row)
+            schemas = way.protocol.schemas(selected(way.environments.schemas, row))
+            ids = await loop.ct_build_initial_tokens(row["raw_prompt"], tools=schemas)
             if len(ids) > self._max_prompt_length:
                 raise DataError(
                     f"The prompt of {row['uid']} has {len(ids)} tokens, but data.max_prompt_length is "

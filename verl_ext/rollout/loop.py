@@ -6,7 +6,6 @@ model (mask 0, log-prob 0). The settings are `retool.*` in the run's YAML. agent
 registers `retool_code` and `retool_hermes`.
 """
 
-import asyncio
 import functools
 import logging
 import math
@@ -15,15 +14,12 @@ import pkgutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, ToolListWrap
 
-from verl_ext.environments.base import Environment, Opening, closed_at_end
-from verl_ext.environments.tool_errors import ToolUnavailable
-from verl_ext.environments.toolbox import Toolbox
+from verl_ext.environments.base import selected
 from verl_ext.episode import CallResult, Episode, EpisodeKey, Turn, TurnCall
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.protocols.base import (
@@ -36,15 +32,15 @@ from verl_ext.protocols.base import (
     cut_reply,
 )
 from verl_ext.protocols.by_name import make_protocol
-from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.protocols.thinking import THINK_STOP
 from verl_ext.rollout.client import TURN, TurnRequests
 from verl_ext.rollout.encoded_prompts import EncodedPrompts
+from verl_ext.rollout.lives import Life
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.response import Rollout
 from verl_ext.rollout.rows import to_outputs
 from verl_ext.rollout.seeds import seed_of
-from verl_ext.rollout.stops import Stops
+from verl_ext.rollout.ways import Way, Ways
 from verl_ext.rollout.weight_versions import joined, spans_of
 from verl_ext.settings import Retool
 from verl_ext.settings.checks import check
@@ -55,7 +51,6 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 # Stop reasons of a request that ended by neither the model nor its budget (vllm/v1/engine/__init__.py:43).
 FAILED_STOPS = ("aborted", "abort", "error")
 _FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
-RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is retried; each pause is longer by this much
 _CUT_STEP = 8  # tokens; if a reply does not fit, this many more than the excess are cut from each output
 
 
@@ -75,10 +70,10 @@ class RetoolAgentLoop(AgentLoopBase):
     Args:
         tools: those of `rollout.multi_turn.tool_config_path`, for the hermes protocol. Of one that is called
             `code_interpreter`, only the schema is used; code always runs by `retool.sandbox`.
-        protocol: "code" or "hermes"; None takes `retool.protocol`.
+        protocol: "code" or "hermes"; None takes that of the row's domain, or `retool.protocol`.
     Raises:
-        ValueError: a setting of `retool` is unknown, missing or out of range, or the trainer needs log-probs that no
-            server is asked for.
+        ValueError: a setting of `retool` is unknown, missing or out of range, an environment cannot be made, or the
+            trainer needs log-probs that no server is asked for.
     """
 
     shared = True  # `run` keeps a sample's state in local variables, so LeanAgentLoopWorker uses one instance for all
@@ -90,28 +85,24 @@ class RetoolAgentLoop(AgentLoopBase):
         check_log_probs_are_sent(self.config)
         settings = self.config.retool
         check(settings, Retool)
-        self.max_tool_calls = settings.max_tool_calls
         self.run_last_code = settings.run_last_code
         self.max_malformed_calls = settings.max_malformed_calls
-        self.max_tool_response_tokens = settings.max_tool_response_tokens
         self.is_recorded = settings.recorder.enable
-        self.response_length = self.rollout_config.response_length
-        self.protocol = make_protocol(
-            protocol or settings.protocol,
-            self.tokenizer,
-            self.apply_chat_template_kwargs,
+        make = functools.partial(
+            make_protocol,
+            tokenizer=self.tokenizer,
+            template_kwargs=self.apply_chat_template_kwargs,
             max_parallel_calls=self.rollout_config.multi_turn.max_parallel_calls,
             repair_json=settings.repair_json,
         )
-        self._encoder, self._stops = SegmentEncoder(self.tokenizer), Stops(self.protocol, self.tokenizer)
+        self.ways = Ways(self.config, protocol, make, self.tokenizer, tools.tools if tools else [])
+        self._encoder = SegmentEncoder(self.tokenizer)
         self._users = ChatReply(self.tokenizer, "user", self.apply_chat_template_kwargs)
-        can_call_tools = isinstance(self.protocol, HermesProtocol)
-        self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
         self.end_ids = set(self.tokenizer.all_special_ids)
         # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
         # (Llama 3 has three). A special token that ends a turn before its budget is used up is one of them.
         added = self.tokenizer.added_tokens_decoder.items()
-        stops = (self.protocol.stop, THINK_STOP)
+        stops = {THINK_STOP, *(way.protocol.stop for way in self.ways)}
         self.special_ids = {i for i, token in added if token.special and token.content not in stops}
         self._prompts = EncodedPrompts(lambda messages, tools: self.ct_build_initial_tokens(messages, tools=tools))
         self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
@@ -133,55 +124,55 @@ class RetoolAgentLoop(AgentLoopBase):
         Raises:
             ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
         """
-        async with closed_at_end(self.tools.environment()) as environment:
-            return await self._run_in(environment, sampling_params, priority, kwargs)
+        way = self.ways.of(kwargs)
+        async with Life(way).opened(kwargs) as life:
+            return await self._run_in(life, way, sampling_params, priority, kwargs)
 
     async def _run_in(
-        self, environment: Environment, sampling_params: dict[str, Any], priority: int, task: Mapping[str, Any]
+        self, life: Life, way: Way, sampling_params: dict[str, Any], priority: int, task: Mapping[str, Any]
     ) -> Episode:
-        key, failure = EpisodeKey(task["uid"], task["session_id"]), None
-        try:
-            opening = await environment.open(task)
-        except ToolUnavailable as error:
-            opening, failure = Opening(list(task["raw_prompt"]), {}), str(error)
-        tools = opening.tools
-        prompt_ids = await self._prompts.ids(key.uid, opening.messages, self.protocol.schemas(tools))
-        rollout = Rollout(key, prompt_ids, limit=self.response_length, stop=self.protocol.stop)
-        if failure:
-            logger.warning("an environment could not be opened: %s", failure)
-            rollout.episode.exception = failure
+        key, tools, protocol = (
+            EpisodeKey(task["uid"], task["session_id"]),
+            selected(life.opening.tools, task),
+            way.protocol,
+        )
+        prompt_ids = await self._prompts.ids(key.uid, life.opening.messages, protocol.schemas(tools))
+        rollout = Rollout(key, prompt_ids, limit=way.limits.response_tokens, stop=protocol.stop)
+        if life.failure:
+            logger.warning("an environment could not be opened: %s", life.failure)
+            rollout.episode.exception = life.failure
             return self._ended(rollout, RolloutEnd.SANDBOX_FAILURE, sampling_params)
         request_id = uuid4().hex
         reason = None
         while reason is None:
-            params = sampling_params | {"output_kind": self._output_kind} | self._stops.params(rollout.stop)
+            params = sampling_params | {"output_kind": self._output_kind} | way.stops.params(rollout.stop)
             if self._is_repeatable:  # a separate seed per request, so neither their order nor their batch matters
                 params["seed"] = seed_of(self._seeds["rollout"], key.uid, key.session, rollout.requests)
-            text, ended, aborted = await self._model_turn(rollout, params, request_id, priority)
+            text, ended, aborted = await self._model_turn(rollout, way, params, request_id, priority)
             if rollout.is_turn_open:
                 continue
             thinking = rollout.begins_thinking
-            calls = [] if aborted else self.protocol.parse(text, tools, ended=ended, thinking=thinking)
+            calls = [] if aborted else protocol.parse(text, tools, ended=ended, thinking=thinking)
             if calls:
-                retries = task.get("call_retries", 0)
-                reason = await self._tool_turn(rollout, environment, text, calls, ended, retries)
+                reason = await self._tool_turn(rollout, life, way, text, calls, ended, task.get("call_retries", 0))
             elif aborted:
                 reason = RolloutEnd.ABORTED
             elif not ended:
                 reason = RolloutEnd.MAX_TOKENS
-            elif (messages := await environment.reply(text)) is None:
-                reason = RolloutEnd.ANSWER
             else:
-                reason = self._user_turn(rollout, messages)
+                reason = await self._user_turn(rollout, life, text)
             is_void = not any(isinstance(call, Call) for call in calls) and "\\boxed{" not in text
             rollout.use.void_turns += is_void and not aborted
         episode = self._ended(rollout, reason, sampling_params)
         if reason not in INFRASTRUCTURE_FAILURES:
-            episode.score = await environment.score(episode)
+            episode.score = await life.score(episode)
         return episode
 
-    def _user_turn(self, rollout: Rollout, messages: list[dict[str, Any]]) -> RolloutEnd | None:
+    async def _user_turn(self, rollout: Rollout, life: Life, text: str) -> RolloutEnd | None:
         """Append what the environment says to a turn without a call; return why the rollout ends here, or None."""
+        messages, reason = await life.reply(text)
+        if messages is None:
+            return reason
         if roles := {message["role"] for message in messages} - {"user"}:
             raise ValueError(f"An environment replied as {', '.join(sorted(roles))}; expected messages of the user.")
         reply = self._users.render([_encodable(message["content"]) for message in messages])
@@ -192,7 +183,7 @@ class RetoolAgentLoop(AgentLoopBase):
         return None
 
     async def _model_turn(
-        self, rollout: Rollout, params: dict[str, Any], request_id: str, priority: int
+        self, rollout: Rollout, way: Way, params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
         """Let the model write up to a stop, an end token or the budget's end; `rollout.is_turn_open` says whether the
         turn continues from there.
@@ -214,13 +205,13 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.requests += 1
         start = rollout.turn_start
         if not rollout.is_turn_open:
-            rollout.begins_thinking = self._stops.begins_thinking(before)
+            rollout.begins_thinking = way.stops.begins_thinking(before)
         thinking, so_far = rollout.begins_thinking, row.ids[start:]
         ids = list(output.token_ids)
         log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
         aborted = output.stop_reason in FAILED_STOPS
         text = self.tokenizer.decode(so_far + ids)
-        if not aborted and (kept := self._stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
+        if not aborted and (kept := way.stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(so_far + ids)
         requests = output.extra_fields.pop(TURN, None)
@@ -234,14 +225,15 @@ class RetoolAgentLoop(AgentLoopBase):
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         ended = bool(ids) and ids[-1] in end_ids
         is_over = ended or aborted or not rollout.room
-        following = None if is_over else self._stops.next(text, self.tokenizer.decode(ids), thinking)
-        rollout.is_turn_open, rollout.stop = following is not None, following or self.protocol.stop
+        following = None if is_over else way.stops.next(text, self.tokenizer.decode(ids), thinking)
+        rollout.is_turn_open, rollout.stop = following is not None, following or way.protocol.stop
         return text, ended, aborted
 
     async def _tool_turn(
         self,
         rollout: Rollout,
-        environment: Environment,
+        life: Life,
+        way: Way,
         text: str,
         calls: list[Call | MalformedCall],
         ended: bool,
@@ -259,7 +251,7 @@ class RetoolAgentLoop(AgentLoopBase):
         surplus = use.malformed["two_blocks"]  # well formed, but beyond the number that a turn may run
         if sum(use.malformed.values()) - surplus > self.max_malformed_calls:
             return RolloutEnd.MALFORMED_LIMIT
-        is_last = use.calls + len(to_run) > self.max_tool_calls
+        is_last = use.calls + len(to_run) > way.limits.max_tool_calls
         if is_last and not self.run_last_code:
             return RolloutEnd.MAX_TURNS
         answer_tokens = 0 if is_last else 1  # the minimum that is kept free
@@ -267,7 +259,7 @@ class RetoolAgentLoop(AgentLoopBase):
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
 
         started, started_s = time.perf_counter(), time.time()
-        ran = await asyncio.gather(*(self._run_call(environment, call, retries) for call in to_run))
+        ran = await life.run(to_run, retries)
         use.tool_s += time.perf_counter() - started
         results = [result for result, _ in ran]
         for note, (result, seconds) in zip([note for note in noted if not note.malformed], ran, strict=True):
@@ -278,6 +270,8 @@ class RetoolAgentLoop(AgentLoopBase):
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
             return RolloutEnd.SANDBOX_FAILURE
+        if life.is_over_time:
+            return RolloutEnd.TIMEOUT
         if to_run and use.first_call_token is None:
             start, end = rollout.row.model_spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
@@ -292,33 +286,15 @@ class RetoolAgentLoop(AgentLoopBase):
             rollout.count_call(call, result.error)
             texts.append(_encodable(result.output))
             errors.append(_encodable(result.complaint))
-        reply, text, was_cut = self._encode_reply(texts, errors, ended, rollout.room - answer_tokens)
+        reply, text, was_cut = self._encode_reply(way, texts, errors, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
         rollout.add_reply(reply, text)
         return RolloutEnd.MAX_TURNS if is_last else None
 
-    async def _run_call(self, environment: Environment, call: Call, retries: int) -> tuple[CallResult, float]:
-        """Return what the tool said, and after how many seconds; a call that failed because of the infrastructure is
-        repeated at most `retries` times.
-
-        The response stays as it is: sampling it anew would, with a dead sandbox, favour responses without calls.
-        """
-        started = time.perf_counter()
-        result = await environment.call(call)
-        for number in range(1, retries + 1):
-            if not result.failure:
-                break
-            logger.warning("a tool failed; calling it again (%d of %d): %s", number, retries, result.failure)
-            await asyncio.sleep(RETRY_PAUSE_S * number)
-            lost_s, attempts = time.perf_counter() - started, result.attempts
-            again = await environment.call(call)
-            result = replace(again, attempts=attempts + again.attempts, queue_s=again.queue_s + lost_s)
-        return result, time.perf_counter() - started
-
     def _encode_reply(
-        self, texts: list[str], errors: list[str], ended: bool, room: int
+        self, way: Way, texts: list[str], errors: list[str], ended: bool, room: int
     ) -> tuple[list[int] | None, str, int]:
         """Return what the tools say, as at most `room` tokens (None if no cut makes it fit) and as text, and how many
         outputs were cut.
@@ -326,14 +302,14 @@ class RetoolAgentLoop(AgentLoopBase):
         Outputs together take at most half of the room, so that the rest is left to answer with. `errors` has one entry
         per text, see `cut_reply`.
         """
-        limit = self.max_tool_response_tokens
+        limit = way.limits.max_tool_response_tokens
         share = min(max(limit, ERROR_TOKENS) if any(errors) else limit, max(room // (2 * len(texts)), 0))
         while True:
             shown = [
                 cut_reply(self.tokenizer, *each, limit=limit, share=share, encode=self._encoder.encode_output)
                 for each in zip(texts, errors, strict=True)
             ]
-            reply = self.protocol.reply(shown, ended=ended)
+            reply = way.protocol.reply(shown, ended=ended)
             ids = self._encoder.encode(reply)
             excess = len(ids) - room
             if excess <= 0:

@@ -13,7 +13,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl_ext.episode import Episode, EpisodeKey, Reward
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.reward.numbers import BrokenReward, checked_reward
-from verl_ext.rollout.loop import RETRY_PAUSE_S
+from verl_ext.rollout.lives import RETRY_PAUSE_S
 from verl_ext.rollout.rows import of_outputs, to_outputs
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ In: the tokens of a trace. Out: the tokens of the rollout in which the model sam
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,26 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.environments.base import Environment, Opening
+from verl_ext.episode import CallResult
+from verl_ext.protocols.base import Call, format_output
 from verl_ext.rollout.loop import RetoolAgentLoop
-from verl_ext.sandbox.client import RunResult
 
 Tokens = tuple[list[int], list[int]]  # (ids, loss mask) of a trace
+
+
+class _Scripted(Environment):
+    """An environment with the tools of a real one, which says the same to any call."""
+
+    def __init__(self, tools: dict[str, dict], output: str):
+        super().__init__()
+        self._tools, self._output = tools, output
+
+    async def open(self, task: Mapping[str, Any]) -> Opening:
+        return Opening(list(task["raw_prompt"]), self._tools)
+
+    async def call(self, call: Call) -> CallResult:
+        return CallResult(format_output(self._output, ""))
 
 
 async def roll_out(
@@ -30,8 +46,9 @@ async def roll_out(
     protocol: str,
     model_path: str,
     tools: Sequence[Any] = (),
+    data_source: str = "",
 ) -> Tokens:
-    """Run the real agent loop between a server that samples `trace` and a sandbox that prints `output` for any program.
+    """Run the real agent loop between a server that samples `trace` and an environment that says `output` to any call.
 
     Args:
         config: an RL run's; its lengths and its recorder settings are not used.
@@ -39,15 +56,13 @@ async def roll_out(
         trace: each stretch that its mask gives to the model is sampled as one turn, then the end token.
         model_path: the model's folder, from which its type is read.
         tools: as `environments.toolbox.load_tools` gives them.
+        data_source: whose environment's tools the prompt shows, if the run has a table of domains.
     """
     parts = groupby(zip(*trace, strict=True), lambda pair: pair[1])
     turns = iter([[i for i, _ in group] for own, group in parts if own])
 
     async def generate(**_: Any) -> TokenOutput:
         return TokenOutput(token_ids=next(turns, [tokenizer.eos_token_id]), stop_reason="completed")
-
-    async def run_code(*_: Any, **__: Any) -> RunResult:
-        return RunResult("ok", output, "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
 
     size = len(trace[0])
     long = {"prompt_length": size, "response_length": 2 * size}
@@ -64,7 +79,9 @@ async def roll_out(
         tools=SimpleNamespace(tools=list(tools)),
         protocol=protocol,
     )
-    loop.tools.interpreter.sandbox = SimpleNamespace(run=run_code)
+    way = loop.ways.of({"data_source": data_source})
+    way.environments.make = lambda: _Scripted(way.environments.schemas, output)
     task = {"uid": "scripted", "session_id": 0, "raw_prompt": [{"role": "user", "content": question}]}
+    task["data_source"] = data_source
     row = (await loop.roll_out({"temperature": 1.0, "logprobs": False}, **task)).row
     return row.prompt_ids + row.ids, [0] * len(row.prompt_ids) + row.mask

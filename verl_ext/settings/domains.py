@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.settings import Domain
+from verl_ext.settings import Domain, Retool
 from verl_ext.settings.checks import check
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def read_domains(config: "DictConfig") -> dict[str, Domain]:
 def with_run(domain: Domain, config: "DictConfig") -> Domain:
     """Return a domain with the run's own values in place of None, as far as the run has them."""
     found = {name: _plain(config, f"retool.{name}") for name in _OF_RUN}
+    found["environment"] = found["environment"] or Retool.environment
     found["response_tokens"] = _plain(config, "actor_rollout_ref.rollout.response_length")
     most = found["response_tokens"]
     if most and domain.response_tokens and domain.response_tokens > most:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.environments import toolbox
-from verl_ext.environments.base import Opening, closed_at_end
+from verl_ext.environments import by_name
+from verl_ext.environments.base import Environment, Opening
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 from verl_ext.episode import CallResult, Score
+from verl_ext.rollout import lives
 
 PARAMETERS = {"type": "object", "properties": {}, "required": []}
 SCHEMA = {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": PARAMETERS}}
@@ -29,10 +30,11 @@ def say(tokenizer):
     return lambda *texts: [tokenizer.encode(t, add_special_tokens=False) + [tokenizer.eos_token_id] for t in texts]
 
 
-class World:
+class World(Environment):
     """An environment that says what the test wants; `log` has what was asked of it."""
 
     def __init__(self, replies: Any = (), score: Score | None = None, raises: dict[str, Exception] | None = None):
+        super().__init__()
         self.replies, self.told, self.raises, self.log = list(replies), score, raises or {}, []
 
     def _note(self, what: str) -> None:
@@ -64,8 +66,8 @@ class World:
 def live(roll_out, tokenizer, monkeypatch):
     """Roll out in a world; returns the episode and the server."""
 
-    def run(world: World, turns: list, **settings: Any) -> tuple[Any, Any]:
-        monkeypatch.setattr(toolbox.Toolbox, "environment", lambda self: world)
+    def run(world: World, turns: list, makes: Any = None, **settings: Any) -> tuple[Any, Any]:
+        monkeypatch.setattr(by_name.Environments, "make", lambda self: makes() if makes else world)
         settings = {"protocol": "hermes", "response_length": 300} | settings
         episode, server, _ = roll_out(tokenizer, turns, **settings)
         return episode, server
@@ -103,11 +105,80 @@ def test_a_reply_that_leaves_no_room_to_answer_ends_the_response(live, say):
     assert episode.finish_reason == "max_tokens" and episode.row.ids == first
 
 
-def test_an_environment_that_cannot_be_opened_is_the_infrastructures_failure_and_is_closed(live):
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(lives, "RETRY_PAUSE_S", 0.001)
+
+
+def test_an_environment_that_never_opens_is_the_infrastructures_failure_and_each_try_is_closed(live, no_pause):
     world = World(raises={"open": ToolUnavailable("no machine is free")})
     episode, server = live(world, [])
     assert episode.finish_reason == "sandbox_failure" and episode.exception == "no machine is free"
-    assert world.log == ["open", "close"] and server.calls == [] and sum(episode.row.mask) == 0
+    assert world.log == ["open", "close"] * lives.ATTEMPTS and server.calls == [] and sum(episode.row.mask) == 0
+
+
+def test_an_environment_is_opened_again_with_a_new_object(live, say, no_pause, monkeypatch):
+    broken, whole = World(raises={"open": ToolUnavailable("not yet")}), World()
+    worlds = iter([broken, whole])
+    live(whole, say("2"), makes=lambda: next(worlds))
+    assert broken.log == ["open", "close"] and whole.log == ["open", "reply", "score", "close"]
+
+
+def test_a_call_with_state_is_made_once_and_one_without_is_repeated_in_a_validation(live, say, no_pause):
+    class Flaky(World):
+        async def call(self, call: Any) -> CallResult:
+            self._note("call")
+            return CallResult("", failure="gone") if self.log.count("call") == 1 else CallResult("42")
+
+    class Stateless(Flaky):
+        is_stateless = True
+
+    world = Flaky()
+    episode, _ = live(world, say(called("count")), prompt={"call_retries": 2})
+    assert world.log.count("call") == 1 and episode.finish_reason == "sandbox_failure"
+    world = Stateless()
+    episode, _ = live(world, say(called("count"), "42"), prompt={"call_retries": 2})
+    assert world.log.count("call") == 2 and episode.finish_reason == "answer"
+
+
+@pytest.mark.parametrize(("limit", "ends"), [("turn_s", 1), ("episode_s", 2)])
+def test_calls_that_run_too_long_end_the_response_as_the_models_failure_and_it_is_scored(live, say, limit, ends):
+    class Slow(World):
+        async def call(self, call: Any) -> CallResult:
+            self._note("call")
+            return CallResult("done", run_s=3.0, queue_s=100.0)
+
+    world = Slow()
+    episode, _ = live(
+        world, say(called("count"), called("count"), "2"), **{limit: {"turn_s": 2.0, "episode_s": 5.0}[limit]}
+    )
+    assert episode.finish_reason == "timeout" and episode.end.fault == "model"
+    assert world.log.count("call") == ends and world.log[-2:] == ["score", "close"]
+
+
+def test_a_score_is_asked_for_again_and_a_failed_one_is_unverified(live, say, no_pause):
+    world = World(raises={"score": ToolUnavailable("the judge is down")})
+    episode, _ = live(world, say("2"))
+    assert world.log.count("score") == lives.ATTEMPTS
+    assert episode.score.is_unverified and episode.score.acc is None and "the judge is down" in episode.score.method
+
+
+def test_a_reply_that_fails_is_the_infrastructures_failure(live, say):
+    world = World(raises={"reply": ToolUnavailable("the user is away")})
+    episode, _ = live(world, say("2"))
+    assert episode.finish_reason == "sandbox_failure" and world.log == ["open", "reply", "close"]
+
+
+def test_an_environment_that_does_not_answer_is_the_infrastructures_failure(live, say, no_pause, monkeypatch):
+    class Silent(World):
+        async def reply(self, text: str) -> None:
+            self._note("reply")
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(lives, "ANSWER_S", 0.05)
+    world = Silent()
+    episode, _ = live(world, say("2"))
+    assert episode.finish_reason == "sandbox_failure" and world.log[-1] == "close"
 
 
 @pytest.mark.parametrize("at", ["open", "call", "reply", "score"])
@@ -132,30 +203,136 @@ def test_an_environment_is_closed_after_an_abort_and_after_a_limit(live, turn, s
     assert ("score" in world.log) == (end == "max_tokens"), "nothing is scored that the infrastructure failed"
 
 
-async def test_an_episode_that_is_cancelled_closes_its_environment():
-    world, asked = World(), asyncio.Event()
-
-    async def hang() -> None:
-        async with closed_at_end(world):
-            asked.set()
+def test_an_episode_that_is_cancelled_closes_its_environment(live, say):
+    class Waiting(World):
+        async def call(self, call: Any) -> CallResult:
+            self._note("call")
+            asyncio.current_task().cancel()
             await asyncio.sleep(60)
 
-    running = asyncio.ensure_future(hang())
-    await asked.wait()
-    running.cancel()
+    world = Waiting()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    assert world.log == ["close"]
+        live(world, say(called("count")))
+    assert world.log == ["open", "call", "close"]
 
 
-async def test_an_environment_that_does_not_close_holds_no_episode(caplog):
+def test_an_environment_that_does_not_close_holds_no_episode(live, say, caplog, monkeypatch):
     class Stuck(World):
         async def close(self) -> None:
             await asyncio.sleep(60)
 
-    async with closed_at_end(Stuck(), within_s=0.05):
-        pass
-    assert "was not closed in 0.05 s" in caplog.text
+    monkeypatch.setattr(lives, "CLOSE_S", 0.05)
+    episode, _ = live(Stuck(), say("2"))
+    assert episode.finish_reason == "answer" and "was not closed in 0.05 s" in caplog.text
+
+
+# Environments of one's own ------------------------------------------------------------------------------------------
+
+STACK = '''
+from verl_ext.environments.base import Environment, tool
+from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
+
+class Stack(Environment):
+    def __init__(self, config, size=2):
+        super().__init__(config)
+        self.items, self.size = [], size
+
+    @tool
+    def push(self, item: int) -> str:
+        """Put a number on the stack.
+
+        Args:
+            item: the number.
+        """
+        if len(self.items) == self.size:
+            raise ToolError("the stack is full")
+        if item < 0:
+            raise ToolUnavailable("the store is down")
+        if item == 13:
+            return None
+        self.items.append(item)
+        return str(len(self.items))
+'''
+
+
+@pytest.fixture
+def stack(roll_out, tokenizer, tmp_path):
+    """Roll out in the environment of a user's file."""
+    file = tmp_path / "stack.py"
+    file.write_text(STACK)
+
+    def run(*turns: str, entry: Any = "STACK", **settings: Any) -> Any:
+        ids = [tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] for text in turns]
+        settings = {"protocol": "hermes", "response_length": 600, "max_tool_calls": 9, "environment": entry} | settings
+        settings = json.loads(json.dumps(settings).replace("STACK", f"{file}:Stack"))
+        episode, server, sandbox = roll_out(tokenizer, ids, **settings)
+        return episode, "".join(turn.reply.text for turn in episode.turns if turn.reply), server
+
+    run.entry = f"{file}:Stack"
+    return run
+
+
+def push(item: Any, **more: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': 'push', 'arguments': {'item': item, **more}})}</tool_call>"
+
+
+def test_an_environment_of_ones_own_is_a_class_with_tools_and_keeps_its_state_over_turns(stack):
+    episode, told, _ = stack(push(3), push(4), push(5), push(1, by=2), "done")
+    assert re.findall(r"(?<=<\|im_start\|>tool\n).*(?=<\|im_end\|>)", told) == [
+        "1",
+        "2",
+        "ToolError: the stack is full",
+        "ToolError: push has no argument 'by'; it has item",
+    ]
+    assert episode.use.ok == 2 and episode.use.errors == {"ToolError": 2}
+    assert by_name.Environments(stack.entry, None).schemas["push"]["function"] == {
+        "name": "push",
+        "description": "Put a number on the stack.",
+        "parameters": {
+            "type": "object",
+            "properties": {"item": {"type": "integer", "description": "the number."}},
+            "required": ["item"],
+        },
+    }
+
+
+def test_a_failure_of_an_environments_backend_is_the_infrastructures_and_a_bug_is_raised_by_name(stack):
+    episode, _, _ = stack(push(-1))
+    assert episode.finish_reason == "sandbox_failure"
+    with pytest.raises(TypeError, match="Stack.push returned None"):
+        stack(push(13))
+
+
+def test_settings_stand_next_to_the_name_and_a_list_joins_the_tools(stack):
+    episode, told, _ = stack(push(3), push(4), "done", entry=["python", {"name": "STACK", "size": 1}])
+    assert "the stack is full" in told and episode.use.ok == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("no_such", "Expected one of python"),
+        ("verl_ext.environments.base:Opening", "expected a class derived from"),
+        ({"name": "STACK", "height": 1}, "got the settings {'height': 1}"),
+        (["STACK", "STACK"], "two tools with the name 'push'"),
+        ({"name": "python", "size": 1}, "python has no settings"),
+    ],
+)
+def test_an_entry_that_cannot_be_used_is_refused_when_the_run_starts(stack, entry, message):
+    with pytest.raises(ValueError, match=message):
+        stack("2", entry=entry)
+
+
+def test_the_code_protocol_refuses_an_environment_whose_tools_it_cannot_call(stack):
+    with pytest.raises(ValueError, match="can call only the interpreter, but the environment has push"):
+        stack("2", protocol="code")
+
+
+def test_each_domain_has_its_environment_and_limits(stack):
+    domains = {"piles": {"environment": "STACK", "max_tool_calls": 1}, "others": {}}
+    of = {"prompt": {"data_source": "piles"}, "entry": "python"}
+    episode, told, _ = stack(push(3), push(4), domains=domains, **of)
+    assert episode.finish_reason == "max_turns" and episode.use.ok == 1
 
 
 # Tools of verl -----------------------------------------------------------------------------------------------------

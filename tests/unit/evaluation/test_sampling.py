@@ -227,7 +227,7 @@ def test_a_call_that_the_sandbox_fails_is_made_again_and_the_response_stays(conf
     """Sampling it again would favour responses without calls."""
     from omegaconf import OmegaConf
 
-    monkeypatch.setattr("verl_ext.rollout.loop.RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("verl_ext.rollout.lives.RETRY_PAUSE_S", 0.0)
     sandbox = FakeSandbox()
     sandbox.fails = 2
     patient = OmegaConf.merge(config, {"retool": {"validation": {"retries": 2}}})

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.rollout.test_loop import BLOCK_2, CALL, FAILURE
 from verl_ext.protocols.base import SegmentEncoder, cut_output
+from verl_ext.rollout import lives
 from verl_ext.sandbox.client import RunResult
 
 
@@ -54,18 +55,16 @@ def test_a_sandbox_failure_ends_the_rollout_and_is_not_the_models_error(roll_out
 def test_in_validation_a_call_that_failed_is_run_again_and_the_response_stays(
     roll_out, tokenizer, encode, answer, monkeypatch, results, finish_reason, runs
 ):
-    from verl_ext.rollout import loop as tool_loop
 
-    monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(lives, "RETRY_PAUSE_S", 0.0)
     episode, server, sandbox = roll_out(tokenizer, [encode(CALL), answer], results, prompt={"call_retries": 2})
     assert episode.finish_reason == finish_reason and sandbox.codes == ["print(1+1)"] * runs
     assert server.sent[0] == encode(CALL) and len(server.calls) == 1 + (finish_reason == "answer")
 
 
 def test_of_parallel_calls_only_those_that_failed_are_run_again(roll_out, qwen_tokenizer, monkeypatch):
-    from verl_ext.rollout import loop as tool_loop
 
-    monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(lives, "RETRY_PAUSE_S", 0.0)
     calls = [{"name": "code_interpreter", "arguments": {"code": f"print({i})"}} for i in range(3)]
     text = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls) + "<|im_end|>"
     turns = [qwen_tokenizer.encode(part, add_special_tokens=False) for part in (text, "\\boxed{2}<|im_end|>")]
@@ -83,9 +82,8 @@ def test_of_parallel_calls_only_those_that_failed_are_run_again(roll_out, qwen_t
 def test_the_record_of_a_call_has_the_time_and_the_attempts_that_were_lost(
     roll_out, tokenizer, encode, answer, monkeypatch, last
 ):
-    from verl_ext.rollout import loop as tool_loop
 
-    monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.2)
+    monkeypatch.setattr(lives, "RETRY_PAUSE_S", 0.2)
     recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}
     turns, prompt = [encode(CALL), answer], {"call_retries": 1}
     episode, *_ = roll_out(tokenizer, turns, [FAILURE, last], prompt=prompt, recorder=recorder)

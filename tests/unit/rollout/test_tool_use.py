@@ -76,9 +76,11 @@ def test_tool_metrics_by_hand():
         "finish/token_limit": 1 / 3,
         "finish/turn_limit": 1 / 3,
         "finish/malformed_limit": 0.0,
+        "finish/timeout": 0.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    ends = {"answer", "turn_limit", "token_limit", "malformed_limit", "sandbox_failure", "verifier_unknown", "aborted"}
+    ends = {"answer", "turn_limit", "token_limit", "malformed_limit", "timeout"}
+    ends |= {"sandbox_failure", "verifier_unknown", "aborted"}
     assert {name for name in metrics if name.startswith("finish/")} == {f"finish/{end}" for end in ends}
 
 

@@ -227,7 +227,7 @@ def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, confi
         return worker.make_loop(agent_name)
 
     loop = asyncio.run(make())
-    assert type(loop.protocol).__name__ == protocol
+    assert type(loop.ways.of({}).protocol).__name__ == protocol
     assert worker.loops[agent_name] is loop
 
 

@@ -1,0 +1,132 @@
+"""The environments by name, as `retool.environment` and the table `retool.domains` choose them.
+
+An entry is a name of BUILT_IN, `FILE.py:NAME` or `package.module:NAME` of a class derived from `Environment`; a section
+with that as `name` and the settings of the class next to it; or a list of entries, whose tools an episode has together:
+
+    retool:
+      environment: [python, {name: search, corpus: corpus.jsonl}]
+"""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_ext.environments.base import Environment, Opening
+from verl_ext.environments.toolbox import Toolbox
+from verl_ext.episode import CallResult, Episode, Score
+from verl_ext.protocols.base import Call
+
+BUILT_IN: dict[str, str] = {}
+OF_SANDBOX = ("python",)  # is ToolEnvironment
+
+
+class Environments:
+    """Makes the environments of the episodes that one entry describes.
+
+    Args:
+        entry: see the module's docstring.
+        config: the run's.
+        tools: of the run's tool YAML and file of functions (`toolbox.load_tools`), which `python` has.
+    Attributes:
+        schemas: name -> schema of the tools that an episode may have.
+    Raises:
+        ValueError: an entry cannot be loaded, refuses its settings, or has a tool of another's name.
+    """
+
+    def __init__(self, entry: Any, config: Any, tools: Sequence[Any] = ()):
+        entry = OmegaConf.to_container(entry, resolve=True) if OmegaConf.is_config(entry) else entry
+        self._makers, self.schemas = [], dict[str, dict]()
+        for each in entry if isinstance(entry, list) else [entry]:
+            make, schemas = _maker(each, config, tools)
+            if twice := sorted(schemas.keys() & self.schemas.keys()):
+                raise ValueError(f"retool.environment has two tools with the name {twice[0]!r} in {entry!r}. Drop one.")
+            self._makers.append(make)
+            self.schemas |= schemas
+
+    def make(self) -> Environment:
+        """Return the environment of one episode."""
+        parts = [make() for make in self._makers]
+        return parts[0] if len(parts) == 1 else Combined(parts)
+
+
+class Combined(Environment):
+    """Several environments as one: the tools of all. The first one that replies or scores does so for all."""
+
+    def __init__(self, parts: Sequence[Environment]):
+        super().__init__()
+        self._parts, self._of_tool = parts, dict[str, Environment]()
+        self.is_stateless = all(part.is_stateless for part in parts)
+
+    async def open(self, task: Mapping[str, Any]) -> Opening:
+        """Open each with the messages that the one before gave."""
+        tools: dict[str, dict] = {}
+        for part in self._parts:
+            opening = await part.open(task)
+            task = {**task, "raw_prompt": opening.messages}
+            tools |= opening.tools
+            self._of_tool |= dict.fromkeys(opening.tools, part)
+        return Opening(task["raw_prompt"], tools)
+
+    async def call(self, call: Call) -> CallResult:
+        return await self._of_tool[call.tool].call(call)
+
+    async def reply(self, text: str) -> list[dict[str, Any]] | None:
+        for part in self._parts:
+            if (messages := await part.reply(text)) is not None:
+                return messages
+        return None
+
+    async def score(self, episode: Episode) -> Score | None:
+        for part in self._parts:
+            if (score := await part.score(episode)) is not None:
+                return score
+        return None
+
+    async def close(self) -> None:
+        closed = await asyncio.gather(*(part.close() for part in self._parts), return_exceptions=True)
+        for error in closed:
+            if error is not None:
+                raise error
+
+
+def _maker(entry: Any, config: Any, tools: Sequence[Any]) -> tuple[Any, dict[str, dict]]:
+    """Return what makes an environment of one entry, and the schemas of its tools."""
+    settings = {"name": entry} if isinstance(entry, str) else dict(entry or {})
+    name = settings.pop("name", None)
+    if name in OF_SANDBOX:
+        if settings:
+            raise ValueError(f"retool.environment: {name} has no settings of its own, got {sorted(settings)}.")
+        toolbox = Toolbox(config.retool, tools)
+        return toolbox.environment, toolbox.schemas
+    kind = _load(str(name))
+    try:
+        inspect.signature(kind).bind(config, **settings)
+        return partial(kind, config, **settings), kind.schemas(config, **settings)
+    except TypeError as error:
+        raise ValueError(f"retool.environment: {name} got the settings {settings}: {error}.") from error
+
+
+@functools.cache  # a file is executed once, whatever number of domains name it
+def _load(name: str) -> type[Environment]:
+    from verl.utils.import_utils import load_extern_object
+
+    path, _, attribute = BUILT_IN.get(name, name).rpartition(":")
+    try:
+        kind = load_extern_object(path if path.endswith(".py") else f"pkg://{path}", attribute)
+    except (ImportError, OSError, AttributeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"retool.environment is {name!r}, which cannot be loaded: {error}. Expected one of "
+            f"{', '.join((*OF_SANDBOX, *BUILT_IN))}, or FILE.py:NAME or package.module:NAME of a class derived from "
+            "verl_ext.environments.base.Environment."
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise ValueError(
+            f"retool.environment is {name!r}, which is {kind!r:.100}; expected a class derived from "
+            "verl_ext.environments.base.Environment."
+        )
+    return kind
