@@ -37,12 +37,15 @@ def prompt_length(
 
 
 class PromptLengths:
-    """The length of a row's prompt, by the agent loop and the tools that the row names; see `prompt_length`.
+    """The length of a row's prompt, by the agent loop, the domain and the tools that the row names; see
+    `prompt_length`.
 
     Args:
-        loops: agent loop -> its tool protocol; None for verl's own loops, which show all tools of the run's files.
+        loops: agent loop -> its tool protocol, "" for the domain's; verl's own loops, which show all tools of the
+            run's files, are not among them or have None.
         default_loop: used for a row that names none.
-        schemas: name -> schema, once of all tools that our rollouts can show, and once of only the run's files.
+        shown: `data_source` -> protocol and tools, name -> schema, of its rollouts; None: of rows of no domain.
+        of_files: tools of the run's files, name -> schema.
     """
 
     def __init__(
@@ -50,23 +53,29 @@ class PromptLengths:
         tokenizer: "PreTrainedTokenizerBase",
         loops: Mapping[str, str | None],
         default_loop: str,
-        schemas: tuple[Mapping[str, dict], Mapping[str, dict]],
+        shown: Mapping[str | None, tuple[str, Mapping[str, dict]]],
+        of_files: Mapping[str, dict],
         template_kwargs: Mapping[str, Any],
         limit: int,
     ):
-        self._loops, self._default, self._schemas = loops, default_loop, schemas
+        self._loops, self._default, self._shown, self._of_files = loops, default_loop, shown, of_files
         self._tokenizer, self._kwargs, self._limit = tokenizer, template_kwargs, limit
         self._counter = functools.cache(self._make_counter)
 
     def __call__(self, messages: Messages, row: Mapping[str, Any]) -> int:
         selection = (row.get("extra_info") or {}).get("tool_selection")
         names = None if selection is None or len(selection) == 0 else tuple(selection)
-        return self._counter(self._loops.get(row.get("agent_name") or self._default), names)(messages)
+        source = row.get("data_source")
+        loop = self._loops.get(row.get("agent_name") or self._default)
+        return self._counter(loop, source if source in self._shown else None, names)(messages)
 
-    def _make_counter(self, protocol: str | None, names: tuple[str, ...] | None) -> Callable[[Messages], int]:
-        all_tools, of_files = self._schemas
-        shown: list[dict] | None = list(of_files.values()) or None
-        if protocol:
-            chosen = {name: each for name, each in all_tools.items() if names is None or name in names}
-            shown = make_protocol(protocol, self._tokenizer, self._kwargs, max_parallel_calls=1).schemas(chosen)
+    def _make_counter(
+        self, loop: str | None, source: str | None, names: tuple[str, ...] | None
+    ) -> Callable[[Messages], int]:
+        shown: list[dict] | None = list(self._of_files.values()) or None
+        if loop is not None:
+            protocol, tools = self._shown[source]
+            chosen = {name: each for name, each in tools.items() if names is None or name in names}
+            protocol = make_protocol(loop or protocol, self._tokenizer, self._kwargs, max_parallel_calls=1)
+            shown = protocol.schemas(chosen)
         return prompt_length(self._tokenizer, shown, self._kwargs, self._limit)

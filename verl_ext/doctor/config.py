@@ -98,10 +98,10 @@ def check_verifiers(run: Run) -> Iterator[Finding]:
     """Check that the verifiers under `reward.reward_kwargs` can be imported, by importing them."""
     if not run.has_own_reward:
         return
-    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
+    from verl_ext.reward.verifiers import Verifiers, entries_of  # 0.1 s
 
     try:
-        Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
+        Verifiers({}, entries_of(run.config))
     except Exception as error:  # from whatever a verifier's author wrote
         yield fail(f"{error} -> Correct reward.reward_kwargs.verifiers, or the module that it names.")
 

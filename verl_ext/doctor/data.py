@@ -12,6 +12,7 @@ from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.suggest import did_you_mean
+from verl_ext.settings.domains import read_domains
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,11 +101,14 @@ def check_protocol(run: Run) -> Iterator[Finding]:
     setting = "retool.protocol" if run.is_rl else "data.retool.protocol"
     key = run.text_column
     loops = agent_loops(run) if run.is_rl else {None: run.protocol}
+    domains = read_domains(run.config) if run.is_rl else {}
     default_loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
     for split, path in run.all_files():
         rows, seen = 0, Counter()  # (part, protocol) -> rows with its tag, but not their own protocol's
-        for row in first_rows(path, [key, "agent_name"], FIRST_ROWS):
+        for row in first_rows(path, [key, "agent_name", "data_source"], FIRST_ROWS):
             own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
+            if own == "":
+                own = domains.get(row.get("data_source"), run).protocol
             if own not in TAGS or not isinstance(messages, list):
                 continue
             rows += 1
@@ -147,11 +151,11 @@ def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
     """
     if not run.has_own_reward:
         return
-    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
+    from verl_ext.reward.verifiers import Verifiers, entries_of  # 0.1 s
     from verl_ext.reward.verifiers.code import CodeVerifier, refused_tests
 
     try:
-        verifiers = Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
+        verifiers = Verifiers({}, entries_of(run.config))
     except Exception:  # from whatever a verifier's author wrote; check_verifiers reports it
         return
     for split, path in run.all_files():

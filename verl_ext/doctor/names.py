@@ -62,11 +62,12 @@ def known_names(run: Run) -> dict[str, set[str]]:
 
 
 def agent_loops(run: Run) -> dict[str, str | None]:
-    """Return agent loops that a sample may name -> tool protocol; None for verl's loops, which have none of ours."""
+    """Return agent loops that a sample may name -> tool protocol; "" for the run's or the domain's, None for verl's
+    loops, which have none of ours."""
     loops: dict[str, str | None] = dict.fromkeys(NAMES[_LOOP])
     path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
     if path and (run.folder / path).is_file():
-        loops |= {loop.name: loop.get("protocol") or run.protocol for loop in OmegaConf.load(run.folder / path)}
+        loops |= {loop.name: loop.get("protocol") or "" for loop in OmegaConf.load(run.folder / path)}
     return loops
 
 

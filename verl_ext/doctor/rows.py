@@ -18,7 +18,7 @@ from verl_ext.datasets.text import bare_problem, same_problem_key
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
-from verl_ext.doctor.template import protocol_of, template_kwargs, tool_schemas
+from verl_ext.doctor.template import protocol_of, shown, template_kwargs, tool_schemas
 from verl_ext.doctor.tokens import PlainEncoder, QuickTokenizer
 from verl_ext.protocols.base import SegmentEncoder
 from verl_ext.protocols.trace import messages_of, rendered_trace
@@ -208,7 +208,7 @@ def _check_problems(
             key = same_problem_key(problem)
             answers.setdefault(key, set()).add(str(answer))
             overlaps.add(where, problem, key)
-            how = {name: row.get(name) for name in ("agent_name", "extra_info")}
+            how = {name: row.get(name) for name in ("agent_name", "data_source", "extra_info")}
             size, roles = (
                 sum(len(each["content"].encode()) for each in messages),
                 tuple(each["role"] for each in messages),
@@ -271,9 +271,8 @@ def _counters(
 
     The filter (rl_dataset.py:199, 0.9.1) counts the tools of the run's files.
     """
-    of_files = tool_schemas(run, tokenizer, of_files_only=True)
-    schemas, kwargs = (tool_schemas(run, tokenizer), of_files), template_kwargs(run)
+    of_files, kwargs = tool_schemas(run, tokenizer, of_files_only=True), template_kwargs(run)
     default = run.get(f"{ROLLOUT}.agent.default_agent_loop")
-    lengths = PromptLengths(tokenizer, agent_loops(run), default, schemas, kwargs, limit)
+    lengths = PromptLengths(tokenizer, agent_loops(run), default, shown(run, tokenizer), of_files, kwargs, limit)
     as_verl = prompt_length(tokenizer, list(of_files.values()) or None, kwargs, limit)
     return lambda prompt: lengths(*prompt), as_verl

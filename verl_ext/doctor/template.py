@@ -18,6 +18,7 @@ from verl_ext.doctor.tokens import QuickTokenizer
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, ToolProtocol, checked_kwargs, render
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import ANY_NUMBER, schemas_of
+from verl_ext.settings.domains import of_whole_run, read_domains
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,6 +84,18 @@ def tool_schemas(
         tools = load_tools(run)
         of_files = {name: each for name, each in toolbox.schemas_of(tools).items() if name in {t.name for t in tools}}
     return of_files if of_files_only else {CODE_TOOL: CODE_SCHEMA} | of_files
+
+
+def shown(
+    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer"
+) -> dict[str | None, tuple[str, dict[str, dict]]]:
+    """Return `environments.by_name.shown_tools`; with a `QuickTokenizer` only the interpreter and the tool YAML's."""
+    if isinstance(tokenizer, QuickTokenizer):
+        ways = {None: of_whole_run(run.config), **read_domains(run.config)}
+        return {name: (way.protocol, tool_schemas(run, tokenizer)) for name, way in ways.items()}
+    from verl_ext.environments import by_name
+
+    return by_name.shown_tools(run.config, load_tools(run))
 
 
 def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer") -> Iterator[Finding]:

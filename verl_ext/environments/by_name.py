@@ -8,7 +8,6 @@ with that as `name` and the settings of the class next to it; or a list of entri
 """
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +19,8 @@ from verl_ext.environments.base import Environment, Opening
 from verl_ext.environments.toolbox import Toolbox
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.protocols.base import Call
+from verl_ext.settings.domains import of_whole_run, read_domains
+from verl_ext.settings.objects import load_object
 
 BUILT_IN: dict[str, str] = {}
 OF_SANDBOX = ("python",)  # is ToolEnvironment
@@ -52,6 +53,16 @@ class Environments:
         """Return the environment of one episode."""
         parts = [make() for make in self._makers]
         return parts[0] if len(parts) == 1 else Combined(parts)
+
+
+def shown_tools(config: Any, tools: Sequence[Any]) -> dict[str | None, tuple[str, dict[str, dict]]]:
+    """Return, by `data_source`, the protocol of a run's domains and the schemas of their tools; None: of other rows.
+
+    Raises:
+        ValueError: as `Environments`.
+    """
+    ways = {None: of_whole_run(config), **read_domains(config)}
+    return {name: (way.protocol, Environments(way.environment, config, tools).schemas) for name, way in ways.items()}
 
 
 class Combined(Environment):
@@ -111,14 +122,10 @@ def _maker(entry: Any, config: Any, tools: Sequence[Any]) -> tuple[Any, dict[str
         raise ValueError(f"retool.environment: {name} got the settings {settings}: {error}.") from error
 
 
-@functools.cache  # a file is executed once, whatever number of domains name it
 def _load(name: str) -> type[Environment]:
-    from verl.utils.import_utils import load_extern_object
-
-    path, _, attribute = BUILT_IN.get(name, name).rpartition(":")
     try:
-        kind = load_extern_object(path if path.endswith(".py") else f"pkg://{path}", attribute)
-    except (ImportError, OSError, AttributeError, RuntimeError, ValueError) as error:
+        kind = load_object(BUILT_IN.get(name, name))
+    except (ImportError, OSError, AttributeError, ValueError) as error:
         raise ValueError(
             f"retool.environment is {name!r}, which cannot be loaded: {error}. Expected one of "
             f"{', '.join((*OF_SANDBOX, *BUILT_IN))}, or FILE.py:NAME or package.module:NAME of a class derived from "

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.datasets.prompts import PromptLengths
+from verl_ext.environments.by_name import shown_tools
 from verl_ext.environments.toolbox import load_tools, schemas_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COLUMNS = ("agent_name", "extra_info")  # these say how a row's prompt is rendered
+COLUMNS = ("agent_name", "data_source", "extra_info")  # these say how a row's prompt is rendered
 
 
 def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", datasets: Mapping[str, Any]) -> None:
@@ -57,13 +58,12 @@ def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", data
 def _lengths(config: DictConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptLengths:
     rollout = config.actor_rollout_ref.rollout
     path = rollout.agent.get("agent_loop_config_path")
-    loops = {each.name: each.get("protocol") or config.retool.protocol for each in OmegaConf.load(path)} if path else {}
+    loops = {each.name: each.get("protocol") or "" for each in OmegaConf.load(path)} if path else {}
     tools = load_tools(rollout.multi_turn, Path.cwd())
-    shown, names = schemas_of(tools), {tool.name for tool in tools}
-    of_files = {name: each for name, each in shown.items() if name in names}
+    of_files = {tool.name: schemas_of(tools)[tool.name] for tool in tools}
     kwargs = dict(config.data.get("apply_chat_template_kwargs") or {})
-    limit = config.data.max_prompt_length
-    return PromptLengths(tokenizer, loops, rollout.agent.default_agent_loop, (shown, of_files), kwargs, limit)
+    shown, limit = shown_tools(config, tools), config.data.max_prompt_length
+    return PromptLengths(tokenizer, loops, rollout.agent.default_agent_loop, shown, of_files, kwargs, limit)
 
 
 def _is_text(messages: Any) -> bool:

@@ -16,6 +16,7 @@ from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import AdaptiveN, EarlyStop, HealthSettings, LightValidation, Retool, ValidationSchedule
 from verl_ext.settings.cautions import cautions
 from verl_ext.settings.checks import check, read_settings
+from verl_ext.settings.objects import load_object
 from verl_ext.trainer.adaptive_n import AdaptiveSampling
 from verl_ext.trainer.advantages import OF_GROUPS
 from verl_ext.trainer.early_stop import EarlyStopWatch
@@ -132,13 +133,10 @@ def own_observers(trainer: Any) -> Iterator[Observer]:
     Raises:
         ValueError: one cannot be loaded, or is no `Observer`: it would miss an event in the middle of the run.
     """
-    from verl.utils.import_utils import load_extern_object
-
     for where in OmegaConf.select(trainer.config, "retool.observers") or ():
-        path, _, name = where.rpartition(":")
         try:
-            make = load_extern_object(path if path.endswith(".py") else f"pkg://{path}", name)
-        except (ImportError, OSError, AttributeError, RuntimeError, ValueError) as error:
+            make = load_object(where)
+        except (ImportError, OSError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"retool.observers names {where!r}, which cannot be loaded: {error}. Expected FILE.py:NAME or "
                 "package.module:NAME of what takes the trainer and makes a verl_ext.events.Observer."

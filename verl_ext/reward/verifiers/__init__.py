@@ -7,22 +7,26 @@ A verifier is a class, named by its dotted path in a YAML:
         "my_essays/*": {path: verl_ext.reward.verifiers.judge.JudgeVerifier, base_url: "http://127.0.0.1:8000/v1"}
         trivia: verl_ext.reward.verifiers.exact.ExactVerifier
 
-The settings next to `path` go to its constructor. Rows that nothing matches are mathematics (`mathematics.py`). Of the
-other verifiers, `code/` runs tests in the sandbox, `ifeval.py` checks constraints, `exact.py` checks texts and choices,
-and `judge.py` asks a model.
+The settings next to `path` go to its constructor. `path` may also be a name of NAMES, FILE.py:NAME or
+package.module:NAME. A domain of `retool.domains` names its verifier in the same way.
+
+Rows that nothing matches are mathematics (`mathematics.py`). Of the other verifiers, `code/` runs tests in the sandbox,
+`ifeval.py` checks constraints, `exact.py` checks texts and choices, and `judge.py` asks a model.
 In: a response, a ground truth, the row. Out: a `Score`.
 """
 
-import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from glob import escape
 from typing import Any, Protocol
 
 from verl_ext.reward.numbers import BrokenReward, finite
 from verl_ext.reward.score import Score
+from verl_ext.settings.domains import read_domains
+from verl_ext.settings.objects import load_object
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,9 @@ BUILT_IN = {
     "exact": "verl_ext.reward.verifiers.exact.ExactVerifier",
     "multiple_choice": "verl_ext.reward.verifiers.exact.ChoiceVerifier",
 }
+
+
+NAMES = BUILT_IN | {"mathematics": MATH, "judge": "verl_ext.reward.verifiers.judge.JudgeVerifier"}
 
 
 class Verifier(Protocol):
@@ -107,6 +114,16 @@ def _checked(verifier: Verifier, score: Any) -> Score:
     return replace(score, acc=acc)
 
 
+def entries_of(config: Any) -> dict[str, Any]:
+    """Return what a run says of its verifiers, pattern -> entry: of its domains first, then `reward_kwargs.verifiers`.
+
+    Args:
+        config: the run's.
+    """
+    of_domains = {escape(name): domain.verifier for name, domain in read_domains(config).items() if domain.verifier}
+    return of_domains | dict((config["reward"].get("reward_kwargs") or {}).get("verifiers") or {})
+
+
 class Verifiers:
     """The verifiers of one run: finds them, and builds each when the first row asks for it."""
 
@@ -144,11 +161,12 @@ class Verifiers:
 
 
 def _import_class(path: Any, pattern: str) -> type[Verifier]:
-    module, _, name = str(path or "").rpartition(".")
+    text = NAMES.get(path, str(path or ""))
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        return load_object(text if ":" in text else ":".join(text.rsplit(".", 1)))
+    except (ImportError, AttributeError, ValueError, OSError) as error:
         raise ValueError(
-            f"The verifier for {pattern!r} is {path!r}, which cannot be imported ({error}). Expected the dotted path "
-            "of a class, such as verl_ext.reward.verifiers.code.CodeVerifier, under reward.reward_kwargs.verifiers."
+            f"The verifier for {pattern!r} is {path!r}, which cannot be imported ({error}). Expected one of "
+            f"{', '.join(NAMES)}, the dotted path of a class, such as verl_ext.reward.verifiers.code.CodeVerifier, or "
+            "FILE.py:NAME, under reward.reward_kwargs.verifiers or as the verifier of a domain."
         ) from error

@@ -2,8 +2,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
-from verl_ext.reward.verifiers import BUILT_IN, MATH, Verifiers
+from verl_ext.reward.verifiers import BUILT_IN, MATH, Verifiers, entries_of
 
 
 def name_of(verifiers, data_source, ability=""):
@@ -53,3 +54,35 @@ def test_mathematics_reads_in_the_prompt_what_an_answer_may_count():
         for noun in ("apples", "pears")
     ]
     assert said == [[1.0, 1.0, 1.0, 0.0], [0.0] * 4]
+
+
+OWN = """
+from verl_ext.reward.score import Score
+
+class Yes:
+    def __init__(self, config, word="yes"):
+        self.word = word
+
+    async def verify(self, response_text, ground_truth, sample):
+        return Score.graded(float(self.word in response_text), self.word, "yes")
+"""
+
+
+def test_a_domain_names_its_verifier_by_name_or_by_file_and_comes_first(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    table = {"a*b": {"verifier": {"path": f"{file}:Yes", "word": "ja"}}, "science": {"verifier": "multiple_choice"}}
+    config = OmegaConf.create(
+        {"retool": {"domains": table}, "reward": {"reward_kwargs": {"verifiers": {"s*": MATH, "code": MATH}}}}
+    )
+    verifiers = Verifiers(config, entries_of(config))
+    assert name_of(verifiers, "science") == "ChoiceVerifier", "before the run's own pattern s*"
+    assert name_of(verifiers, "sums") == name_of(verifiers, "code") == "MathVerifier"
+    assert name_of(verifiers, "axb") == "MathVerifier", "the name of a domain is no pattern"
+    assert asyncio.run(verifiers.find("a*b", "").verify("ja", "", {})).acc == 1.0
+
+
+@pytest.mark.parametrize("path", ["nowhere.py:Yes", "own.py", "no_such_name", "verl_ext.reward.score:NoSuch"])
+def test_a_verifier_that_leads_nowhere_is_named(path):
+    with pytest.raises(ValueError, match="The verifier for 'mine' is .*cannot be imported"):
+        Verifiers({}, {"mine": path})
