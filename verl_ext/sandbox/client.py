@@ -11,12 +11,13 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+from verl_ext.sandbox.leases import Session, Sessions
 from verl_ext.sandbox.limits import ANSWER_GRACE_S, MAX_ATTEMPTS, SERVER_NAME, TOKEN_VARIABLE
 from verl_ext.sandbox.result import RunResult
 from verl_ext.sandbox.servers import Servers, doubled
@@ -70,7 +71,7 @@ class SandboxClient:
         self._max_attempts, self._queue_timeout_s, self._acquire = max_attempts, queue_timeout_s, acquire
         self._headers = authorization(token)
         self._http: aiohttp.ClientSession | None = None
-        self._sessions: dict[str, _Session] = {}
+        self._sessions = Sessions(self._renew)
         self._tells_from = 0.0
 
     async def run(
@@ -91,7 +92,8 @@ class SandboxClient:
             echo_last_expression: print what a last bare expression gives, as a Python prompt does.
             session_id: unique name, such as a UUID, of a session whose earlier calls `code` is to see. The session is
                 on one server, and a call that may have run is not sent again. Such a call is a `sandbox_failure` and
-                ends the session; the same holds for a call of a session that the server no longer has.
+                ends the session; the same holds for a call of a session that the server no longer has. Until
+                `end_session`, this client renews the session's lease: waiting for the next call does not end it.
         Raises:
             ValueError: a server rejects the request itself (HTTP 4xx: a wrong URL or argument), or it is not our
                 server, and so cannot echo or keep sessions.
@@ -109,7 +111,7 @@ class SandboxClient:
         if session_id is None:
             return await self._run(body, deadline, None)
         body["session_id"] = session_id
-        session = self._sessions.setdefault(session_id, _Session())
+        session = self._sessions.setdefault(session_id, Session())
         try:
             async with asyncio.timeout(self._queue_timeout_s) as waiting, session.lock:
                 waiting.reschedule(None)
@@ -122,7 +124,7 @@ class SandboxClient:
         except TimeoutError:
             return _failure(f"an earlier call of the session still runs after {self._queue_timeout_s:g} s")
 
-    async def _run(self, body: dict[str, Any], deadline: float, session: "_Session | None") -> RunResult:
+    async def _run(self, body: dict[str, Any], deadline: float, session: Session | None) -> RunResult:
         """Make all attempts of one call; `deadline` is by time.monotonic()."""
         timeout_s, failure = body["run_timeout"], _InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
@@ -135,7 +137,8 @@ class SandboxClient:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
                 if attempts >= self._max_attempts:
-                    if session or not self._servers.have_answered:
+                    is_dead = session and session.calls and not failure.is_busy  # and with it the state
+                    if is_dead or not (failure.is_busy or self._servers.have_answered):
                         break
                     self._tell(failure)
                 await asyncio.sleep(pause_s)
@@ -150,7 +153,7 @@ class SandboxClient:
                     self._servers.answers(server)
                     return result
             except TimeoutError as exc:  # no turn
-                failure = exc
+                failure = _InfrastructureFailure(str(exc))
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
@@ -163,7 +166,9 @@ class SandboxClient:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
-        return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
+        return replace(
+            _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts), program_lost=failure.is_lost
+        )
 
     @contextlib.asynccontextmanager
     async def _turn(self, deadline: float) -> AsyncIterator[float]:
@@ -192,13 +197,21 @@ class SandboxClient:
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
         """Have the server end a session, which it would do by itself after a while; ignores a failure."""
-        session = self._sessions.pop(session_id, None)
+        session = self._sessions.drop(session_id)
         if session is None or session.server is None:
             return
         url = f"{self._urls[session.server]}/v1/sessions/{quote(session_id, safe='')}"
         timeout = aiohttp.ClientTimeout(total=min(max(timeout_s, 0.01), END_TIMEOUT_S))
         with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             async with self._open_http().delete(url, timeout=timeout):
+                pass
+
+    async def _renew(self, server: int, session_ids: list[str]) -> None:
+        """Have a server keep sessions that wait for their next call; that call finds out if this failed."""
+        timeout = aiohttp.ClientTimeout(total=END_TIMEOUT_S)
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            body = {"session_ids": session_ids}
+            async with self._open_http().post(f"{self._urls[server]}/v1/sessions", json=body, timeout=timeout):
                 pass
 
     async def _attempt(
@@ -208,7 +221,7 @@ class SandboxClient:
         deadline: float,
         waited_s: float,
         attempt: int,
-        session: "_Session | None",
+        session: Session | None,
     ) -> RunResult:
         """Send one request to one server; raises _InfrastructureFailure for a failure worth another attempt."""
         url = f"{self._urls[server]}/run_code"
@@ -226,6 +239,7 @@ class SandboxClient:
         result, there = _parse(url, content, waited_s, attempt)
         if session:
             session.calls += 1
+            self._sessions.renew_within(there["idle_s"])
             if there["call"] != session.calls:
                 raise _InfrastructureFailure(
                     f"{url} has lost the session: its call {session.calls} was call {there['call']} there"
@@ -258,8 +272,9 @@ class SandboxClient:
         if 400 <= status < 500 and status not in (408, 429):
             raise ValueError(f"{url} rejected the request with HTTP {status}: {text}")
         may_have_run = status not in (429, 503, 504)
+        is_busy = not may_have_run and headers.get("Server") == SERVER_NAME
         raise _InfrastructureFailure(
-            f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=may_have_run
+            f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=may_have_run, is_busy=is_busy
         )
 
     def _open_http(self) -> aiohttp.ClientSession:
@@ -269,17 +284,11 @@ class SandboxClient:
         return self._http
 
     async def aclose(self) -> None:
-        """Close the connections; later calls open new ones."""
+        """Close the connections, and renew no lease meanwhile; later calls open new ones."""
+        self._sessions.stop()
         if self._http is not None:
             http, self._http = self._http, None
             await http.close()
-
-
-@dataclass
-class _Session:
-    server: int | None = None  # the one that has it
-    calls: int = 0  # answered ones
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls run one at a time, so that they can be counted
 
 
 class _InfrastructureFailure(Exception):
@@ -288,11 +297,21 @@ class _InfrastructureFailure(Exception):
     Attributes:
         retry_after_s: the server's wish.
         is_lost: the server lost the program, and decides whose doing it was when it is asked again.
+        is_busy: our server is well, and will take the call later.
     """
 
-    def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, is_lost: bool = False):
+    def __init__(
+        self,
+        message: str,
+        retry_after_s: float = 0.0,
+        *,
+        may_have_run: bool = True,
+        is_lost: bool = False,
+        is_busy: bool = False,
+    ):
         super().__init__(message)
         self.retry_after_s, self.may_have_run, self.is_lost = retry_after_s, may_have_run, is_lost
+        self.is_busy = is_busy
 
 
 def _failure(message: str, attempts: int = 0) -> RunResult:

@@ -52,5 +52,5 @@ async def call(*urls: str, code: str = "print(1)", timeout_s: float = 5, **setti
 
 def in_session(call: int, status: str = "Success") -> web.Response:
     """Return our server's answer to a session's call of that number."""
-    body = json.loads(answer(status).text) | {"session": {"call": call, "alive": True}}
+    body = json.loads(answer(status).text) | {"session": {"call": call, "alive": True, "idle_s": 600.0}}
     return web.json_response(body, headers={"Server": SERVER_NAME})

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from tests.unit.sandbox.fake_server import answer, in_session
 from verl_ext.sandbox import running_server
+from verl_ext.sandbox.limits import SERVER_NAME
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,50 @@ async def test_call_of_a_session_that_did_not_run_is_sent_again(start, client_of
     server = await start(lambda: web.Response(status=503), lambda: web.Response(status=504), lambda: in_session(1))
     assert (await client_of([server.url]).run("pass", session_id="s")).status == "ok"
     assert len(server.bodies) == 3
+
+
+async def test_one_session_too_many_waits_until_another_ends(start, client_of):
+    """Also for a client that no server has answered yet: a full server is well."""
+    full = [lambda: web.Response(status=503, headers={"Server": SERVER_NAME})] * 6
+    server = await start(*full, lambda: in_session(1))
+    result = await client_of([server.url], max_attempts=2).run("pass", session_id="s")
+    assert (result.status, result.attempts) == ("ok", 7)
+
+
+async def test_one_session_too_many_is_a_failure_when_its_time_is_over(session_url, client_of):
+    client = client_of([session_url], queue_timeout_s=1.5)
+    for name in ("a", "b"):
+        assert (await client.run("pass", session_id=name)).status == "ok"
+    result = await client.run("pass", timeout_s=0.1, session_id="c")
+    assert result.status == "sandbox_failure" and "2 sessions already" in result.message
+    waiting = asyncio.create_task(client_of([session_url]).run("print(1)", session_id="d"))
+    await client.end_session("a")
+    assert (await waiting).stdout == "1\n"
+    await client.end_session("b")
+
+
+async def test_session_waits_for_its_next_call_for_as_long_as_its_client_lives(client_of):
+    with running_server(workers=1, options=("--session-idle-s", "0.6", "--preload", "")) as url:
+        client, gone = client_of([url]), client_of([url])
+        assert (await client.run("x = 1", session_id="s")).status == "ok"
+        assert (await gone.run("x = 1", session_id="t")).status == "ok"
+        await gone.aclose()
+        async with aiohttp.ClientSession() as http:
+            while "sandbox_sessions 2.0" in await (await http.get(f"{url}/metrics")).text():  # until the other ended
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.6)
+        assert (await client.run("print(x)", session_id="s")).stdout == "1\n"
+        assert "lost the session" in (await gone.run("print(x)", session_id="t")).message
+        before = asyncio.all_tasks()
+        await client.end_session("s")
+        assert len(before - asyncio.all_tasks()) == 1, "nothing renews what has ended"
+
+
+async def test_a_lost_program_is_told_apart_from_a_lost_server(start, client_of, down):
+    lost = {"status": "SandboxError", "message": "", "lost": True}
+    server = await start(lambda: web.json_response(lost, headers={"Server": SERVER_NAME}))
+    assert (await client_of([server.url]).run("pass", session_id="s")).program_lost
+    assert not (await client_of(down[:1]).run("pass", session_id="s")).program_lost
 
 
 async def test_new_session_goes_to_another_server_than_one_that_is_down(start, client_of, down):

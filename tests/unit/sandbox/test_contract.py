@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sandbox.server_process import (
-    Server,
-)
+from tests.unit.sandbox.server_process import LAUNCHER, REPOSITORY, Server
+from tests.unit.sandbox.test_server import read_metrics
 
 
 def test_answer_has_the_fields_of_sandbox_fusion(server):
@@ -80,11 +79,30 @@ def test_number_that_is_none_or_too_large_is_422(server, field, value):
     assert status == (200 if field == "unknown" and is_json else 422), answer
 
 
-def test_server_without_sessions_refuses_them_clearly(server):
-    status, _, answer = server.post(json.dumps({"code": "1", "language": "python", "session_id": "a"}).encode())
-    assert status == 422
-    assert "--max-sessions" in answer["detail"][0]["msg"]
-    assert answer["detail"][0]["loc"] == ["body", "session_id"]
+def test_server_without_sessions_refuses_them_clearly():
+    server = Server("--preload", "", "--max-sessions", "0")
+    try:
+        status, _, answer = server.post(json.dumps({"code": "1", "language": "python", "session_id": "a"}).encode())
+        assert status == 422
+        assert "--max-sessions" in answer["detail"][0]["msg"]
+        assert answer["detail"][0]["loc"] == ["body", "session_id"]
+        assert server.ping()["max_sessions"] == 0
+    finally:
+        server.stop()
+
+
+def test_sessions_are_allowed_and_ping_names_their_limits(server):
+    assert server.run("1", session_id="a")["session"] == {"call": 1, "alive": True, "idle_s": 600}
+    assert read_metrics(server)["sandbox_sessions"] == 1
+    server.request("/v1/sessions/a", method="DELETE")
+    assert read_metrics(server)["sandbox_sessions"] == 0
+
+
+@pytest.mark.parametrize("number", ["-1", "4001"])
+def test_number_of_sessions_has_bounds(number):
+    command = [*LAUNCHER, "--max-sessions", number]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 2 and "--max-sessions must be from 0 to 4000" in run.stderr
 
 
 def test_unknown_fields_are_ignored(server):
@@ -93,7 +111,8 @@ def test_unknown_fields_are_ignored(server):
 
 def test_ping_executes_code_and_names_what_bounds_a_program(bare):
     with urllib.request.urlopen(f"{bare.url}/v1/ping", timeout=10) as response:
-        assert json.load(response) == {"status": "ok", "message": "", "layers": ["rlimits"]}
+        limits = {"max_sessions": 1000, "session_idle_s": 600}
+        assert json.load(response) == {"status": "ok", "message": "", "layers": ["rlimits"]} | limits
 
 
 @pytest.mark.parametrize("code", ["a = 1\x00", "\ud800"])

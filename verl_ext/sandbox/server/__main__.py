@@ -3,10 +3,11 @@
     python -m verl_ext.sandbox.server --host 127.0.0.1 --port 8080 --workers 4
     curl 127.0.0.1:8080/run_code -H 'content-type: application/json' -d '{"code": "print(6*7)", "language": "python"}'
 
-Routes: `POST /run_code`, `GET /v1/ping` (executes code, names the layers of isolation in force), `GET /metrics`,
-`DELETE /v1/sessions/ID`. Beyond the contract: a request may set `queue_timeout` (s), `echo_last_expression` and
-`session_id`, an answer has `queue_time` (s) and `session`; an overloaded server answers 504, or 503 for one session too
-many, with Retry-After. This module starts and stops the server; its answers are in `api.py`.
+Routes: `POST /run_code`, `GET /v1/ping` (executes code, names the layers of isolation in force and the limits of
+sessions), `GET /metrics`, `POST /v1/sessions` (renews their leases), `DELETE /v1/sessions/ID`. Beyond the contract: a
+request may set `queue_timeout` (s), `echo_last_expression` and `session_id`, an answer has `queue_time` (s) and
+`session`; an overloaded server answers 504, or 503 for one session too many, with Retry-After. This module starts and
+stops the server; its answers are in `api.py`.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from aiohttp import web
 from verl_ext.sandbox.launch import PACKAGE_ROOT
 from verl_ext.sandbox.limits import READY, TOKEN_VARIABLE
 from verl_ext.sandbox.server.api import check_health, make_app
-from verl_ext.sandbox.server.clients import Clients, DescriptorLimitError, max_clients
+from verl_ext.sandbox.server.clients import USUAL_SESSIONS, Clients, DescriptorLimitError, max_clients, usual_sessions
 from verl_ext.sandbox.server.pool import PRELOAD, Pool
 from verl_ext.sandbox.server.sessions import Sessions
 from verl_ext.sandbox.server.visible import find_exposed
-from verl_ext.sandbox.server.workers import Workers
+from verl_ext.sandbox.server.workers import MAX_SESSIONS, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +77,26 @@ def main() -> None:
         help=f"file with the token that every request must carry (default: ${TOKEN_VARIABLE}, if it is set)",
     )
     parser.add_argument(
-        "--max-sessions", type=int, default=0, help="how many sessions may exist at once (default: none)"
+        "--max-sessions",
+        type=int,
+        help=f"how many sessions may exist at once; 0 forbids them (default: {USUAL_SESSIONS}, or fewer if the limit "
+        f"on open files is low; at most {MAX_SESSIONS})",
     )
     parser.add_argument(
         "--session-idle-s",
         type=float,
         default=600,
-        help="end a session that has had no call for this long (default: %(default)s)",
+        help="end a session that had no call, and that its client has not renewed, for this long: its client is gone "
+        "(default: %(default)s)",
     )
     parser.add_argument("--parent-pid", type=int, help="stop the server when this process ends")
     args = parser.parse_args()
     if args.workers < 1 or args.max_output_bytes < 1:
         parser.error("--workers and --max-output-bytes must be at least 1")
-    if args.max_sessions < 0 or args.session_idle_s <= 0:
-        parser.error("--max-sessions must be at least 0, and --session-idle-s more than 0")
+    if args.max_sessions is None:
+        args.max_sessions = usual_sessions(args.workers)
+    if not 0 <= args.max_sessions <= MAX_SESSIONS or args.session_idle_s <= 0:
+        parser.error(f"--max-sessions must be from 0 to {MAX_SESSIONS}, and --session-idle-s more than 0")
     if not 0 <= args.port <= 65535:
         parser.error(f"--port: expected 0 to 65535, got {args.port}")
     logging.basicConfig(format="sandbox: %(message)s", level=logging.WARNING)

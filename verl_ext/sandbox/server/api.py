@@ -21,7 +21,7 @@ from verl_ext.sandbox.server.connection import LostProgramError, SandboxError
 from verl_ext.sandbox.server.large import in_turn
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, wrong_with_control
-from verl_ext.sandbox.server.request import MAX_NAME_BYTES, RunCodeRequest
+from verl_ext.sandbox.server.request import MAX_NAME_BYTES, MAX_RENEWED, RenewRequest, RunCodeRequest
 from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not
 RETRY_AFTER_S = 1
 PIECE_S = 10.0  # for a client to take one piece
 PIECE_BYTES = 3 << 16  # of a file in an answer; a multiple of 3, so that its base64 is that of the file
-# SandboxFusion's RunCodeResponse plus `queue_time` (s) and `session` ({call, alive}), and, for a SandboxError,
-# `lost`: the program was lost; this server decides whose doing it was when it is sent again.
+# SandboxFusion's RunCodeResponse plus `queue_time` (s) and `session` ({call, alive, idle_s}), and, for a SandboxError,
+# `lost`: the program was lost; this server decides whose doing it was when it is sent again, except in a session.
 NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
 NO_ANSWER |= {"executor_pod_name": None, "files": {}, "queue_time": None, "session": None}
 
@@ -54,6 +54,7 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
             web.post("/run_code", routes.run_code),
             web.get("/v1/ping", routes.ping),
             web.get("/metrics", routes.get_metrics),
+            web.post("/v1/sessions", routes.renew_sessions),
             web.delete("/v1/sessions/{session_id}", routes.end_session),
         ]
     )
@@ -121,7 +122,7 @@ class Routes:
 
     async def _execute(self, request: RunCodeRequest, http_request: web.Request) -> tuple[web.StreamResponse, str]:
         if request.session_id is not None and not self._sessions.max_sessions:
-            why = "this server has no sessions: start it with --max-sessions"
+            why = "this server allows no sessions: start it without --max-sessions 0"
             return _reject({"type": "value_error", "loc": ["body", "session_id"], "msg": why})
         budget_s = request.queue_timeout or request.compile_timeout + QUEUE_GRACE_S
         try:
@@ -141,6 +142,8 @@ class Routes:
             return web.json_response(NO_ANSWER | why), "sandbox_error"
         self._metrics.queue_time.observe(queue_time)
         self._metrics.run_time.observe(result["execution_time"])
+        if request.session_id is not None:
+            result["session"] = {"call": result.pop("call"), "alive": result["alive"], "idle_s": self._sessions.idle_s}
         return await _answer(result, queue_time, http_request)
 
     async def ping(self, _: web.Request) -> web.Response:
@@ -148,10 +151,24 @@ class Routes:
             self._health = asyncio.create_task(check_health(self._pool))
         why = await asyncio.shield(self._health)
         body = {"status": "error" if why else "ok", "message": why or "", "layers": self._pool.workers.layers}
+        body |= {"max_sessions": self._sessions.max_sessions, "session_idle_s": self._sessions.idle_s}
         return web.json_response(body, status=503 if why else 200)
 
     async def get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def renew_sessions(self, http_request: web.Request) -> web.Response:
+        """Renew the leases of the sessions that are named in the body; say how many of them exist."""
+        client: Client = http_request.protocol
+        client.waits()
+        try:
+            async with self._bodies.read(http_request, RenewRequest.model_validate) as request:
+                return web.json_response({"renewed": self._sessions.renew(request.session_ids)})
+        except (ValueError, web.RequestPayloadError):  # a ValidationError is a ValueError, and may quote an id
+            detail = f'expected {{"session_ids": [...]}} with at most {MAX_RENEWED} ids'
+            return web.json_response({"detail": detail}, status=422)
+        except HeldBytesError as exc:
+            return _overloaded(exc, 503)[0]
 
     async def end_session(self, http_request: web.Request) -> web.Response:
         ended = await self._sessions.end(http_request.match_info["session_id"])
@@ -162,13 +179,11 @@ async def _answer(
     result: dict[str, Any], queue_time: float, http_request: web.Request
 ) -> tuple[web.StreamResponse, str]:
     """Return the answer about a program that ran, and its outcome."""
-    files, not_fetched, alive, call = (result.pop(key, None) for key in ("files", "not_fetched", "alive", "call"))
+    files, not_fetched, _, session = (result.pop(key, None) for key in ("files", "not_fetched", "alive", "session"))
     status, outcome = ("Success", "ok") if result["return_code"] == 0 else ("Failed", "code_error")
     outcome = "timeout" if result["status"] == "TimeLimitExceeded" else outcome
-    body = NO_ANSWER | {"status": status, "run_result": result, "queue_time": queue_time}
+    body = NO_ANSWER | {"status": status, "run_result": result, "queue_time": queue_time, "session": session}
     body["message"] = "; ".join(f"{path} was not fetched: {why}" for path, why in not_fetched.items())
-    if call is not None:  # of a session
-        body["session"] = {"call": call, "alive": alive}
     text = await in_turn(len(result["stdout"]) + len(result["stderr"]), json.dumps, body)
     if not files:
         return web.json_response(text=text), outcome

@@ -34,6 +34,7 @@ MAX_DESCRIPTORS = 1 << 14  # enough for as many clients; a connection takes some
 SERVER_DESCRIPTORS = 100  # the server's own, and folders that are being removed
 WORKER_DESCRIPTORS = 3  # socket, process and request of a worker
 MIN_CLIENTS = 16
+USUAL_SESSIONS = 1000  # the server's default
 
 
 class DescriptorLimitError(Exception):
@@ -212,8 +213,7 @@ def max_clients(workers: int, sessions: int) -> int:
     Raises:
         DescriptorLimitError: see there.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    number, hard = _descriptors()
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
     reserved = SERVER_DESCRIPTORS + WORKER_DESCRIPTORS * (workers + sessions)
     if number - reserved < MIN_CLIENTS:
@@ -222,6 +222,18 @@ def max_clients(workers: int, sessions: int) -> int:
             f"{reserved + MIN_CLIENTS}: raise `ulimit -n`, or lower --workers or --max-sessions"
         )
     return number - reserved
+
+
+def usual_sessions(workers: int) -> int:
+    """Return USUAL_SESSIONS, or fewer: those for which half of the descriptors that workers leave are enough."""
+    left = _descriptors()[0] - SERVER_DESCRIPTORS - WORKER_DESCRIPTORS * workers
+    return max(min(USUAL_SESSIONS, left // 2 // WORKER_DESCRIPTORS), 0)
+
+
+def _descriptors() -> tuple[int, int]:
+    """Return how many descriptors this process may use, and its hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS), hard
 
 
 def log_failure(what: str, exc: BaseException | None) -> None:

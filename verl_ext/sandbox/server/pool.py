@@ -122,7 +122,7 @@ class Pool:
                 break
             if not self._is_isolated or time.monotonic() - started > spare_s:
                 raise failure
-        if why := await self._control():
+        if why := await self.control():
             raise SandboxError(f"{failure}; a control program failed, too: {why}") from failure
         stderr = f"Killed: the process that ran this program died with it, {losses} times\n"
         return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
@@ -145,7 +145,7 @@ class Pool:
             self.workers.give_back(worker) if healthy else worker.close()
         return result
 
-    async def _control(self) -> str | None:
+    async def control(self) -> str | None:
         """Run the control program past the queue; return None if it ran as it should, else what it did instead."""
         try:
             async with asyncio.timeout(CONTROL_S):
@@ -170,7 +170,7 @@ class Pool:
             failure = SandboxError("the worker that ran the program did not answer")
             if not worker.started:
                 raise failure from exc
-            if why := await self._control():
+            if why := await self.control():
                 raise SandboxError(f"{failure}; a control program failed, too: {why}") from exc
             stderr = "Killed: it did not end at its time limit\n"
             return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}

@@ -13,6 +13,7 @@ from verl_ext.sandbox.server.namespaces import HOME_INODES
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
 MAX_INPUT_INODES = HOME_INODES // 2  # files and folders that `files` makes; the program may make as many more
+MAX_RENEWED = 8192  # ids of sessions in one request
 MAX_FETCHED = 200  # names in `fetch_files`: the worker has all the files open at once (worker.MAX_OPEN_FILES)
 
 
@@ -87,6 +88,7 @@ def _from_base64(content: Any) -> bytes:
         raise ValueError(f"expected base64: {exc}") from None
 
 
+SessionId = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, PlainValidator(_text)]
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 Path = Annotated[str, AfterValidator(_path_inside)]
@@ -110,5 +112,11 @@ class RunCodeRequest(BaseModel):
     files: Files = {}  # path: base64; null: no file
     fetch_files: Annotated[list[Path], FailFast(), Field(max_length=MAX_FETCHED)] = []
     queue_timeout: Timeout | None = None  # s; default compile_timeout + 5
-    session_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    session_id: SessionId | None = None
     echo_last_expression: bool = False  # print what a last bare expression gives, as a Python prompt does
+
+
+class RenewRequest(BaseModel):
+    """Body of `POST /v1/sessions`."""
+
+    session_ids: Annotated[list[SessionId], FailFast(), Field(max_length=MAX_RENEWED)]

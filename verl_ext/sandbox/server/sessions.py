@@ -1,15 +1,18 @@
-"""Sessions: programs that stay for later calls, which see their variables and files. Off without `--max-sessions`.
+"""Sessions: programs that stay for later calls, which see their variables and files; what notebooks run in.
 
-State makes an answer depend on what ran before, so a call can neither be repeated nor moved to another server, and an
-RL run is better off without sessions. They exist for traces that were recorded with a notebook.
+State makes an answer depend on what ran before, so a call can neither be repeated nor moved to another server: this is
+for the caller to solve (environments/notebook.py). What bounds a session: the memory and files of its program are
+limited, and so is each call's time; whoever made it renews its lease, and without that it ends after `idle_s`. Only
+the id gives access to a session; the server tells none, and no program has its own.
 """
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.sandbox.server.connection import Worker
+from verl_ext.sandbox.server.connection import LostProgramError, SandboxError, Worker
 from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError
 
 
@@ -31,7 +34,7 @@ class Sessions:
     Args:
         max_sessions: at once. A session's process may have the address space that its first call's limit allows; its
             memory during a later call is also checked against that call's limit.
-        idle_s: a session that gets no call for this long is ended.
+        idle_s: a session that gets no call and no renewal for this long is ended.
     """
 
     def __init__(self, pool: Pool, *, max_sessions: int, idle_s: float) -> None:
@@ -50,7 +53,8 @@ class Sessions:
             (what `Pool.execute` returns, with `call`: the number of this call in its session, from 1; seconds waited).
         Raises:
             SessionLimitError, QueueTimeoutError: nothing ran.
-            SandboxError: see `Pool.execute`; the session has ended.
+            LostProgramError: the program was lost with its worker, while a control program ran well.
+            SandboxError: see `Pool.execute`. After this and LostProgramError the session has ended.
         """
         arrived = time.monotonic()
         try:
@@ -65,10 +69,18 @@ class Sessions:
                 return await self._call(session, request), queue_time
         finally:
             if session.worker:
-                session.expiry = asyncio.get_running_loop().call_later(self.idle_s, self._end, session_id)
+                self._start_clock(session_id, session)
             else:
                 self._sessions.pop(session_id, None)
             session.lock.release()
+
+    def renew(self, session_ids: Iterable[str]) -> int:
+        """Have idle sessions begin their `idle_s` anew; return how many of the ids are sessions."""
+        known = {session_id: self._sessions[session_id] for session_id in session_ids if session_id in self._sessions}
+        for session_id, session in known.items():
+            if not session.lock.locked():  # else it starts with the end of the call
+                self._start_clock(session_id, session)
+        return len(known)
 
     async def end(self, session_id: str) -> bool:
         """End a session, after the call that may be running; False if there is none."""
@@ -104,7 +116,7 @@ class Sessions:
         try:
             session.worker = session.worker or await self.pool.workers.take()
             session.calls += 1
-            result = await self.pool.call(session.worker, request | {"session": True})
+            result = await self._run(session.worker, request)
             result.pop("spent")  # a spent worker's session is not alive either
             alive = result["alive"]
             return result | {"call": session.calls}
@@ -112,6 +124,19 @@ class Sessions:
             if not alive and session.worker:  # also when the client hung up: nobody knows how far its code got
                 session.worker.close()
                 session.worker = None
+
+    async def _run(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self.pool.call(worker, request | {"session": True})
+        except LostProgramError as exc:  # the caller may blame the program if it happens again, so this must be sure
+            if why := await self.pool.control():
+                raise SandboxError(f"{exc}; a control program failed, too: {why}") from exc
+            raise
+
+    def _start_clock(self, session_id: str, session: Session) -> None:
+        if session.expiry:
+            session.expiry.cancel()
+        session.expiry = asyncio.get_running_loop().call_later(self.idle_s, self._end, session_id)
 
     def _end(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)

@@ -44,7 +44,8 @@ from .program import CHUNK, TOKEN_BYTES, become_program, cpu_limit_s, make_main_
 from .wire import FETCHED, LENGTH, REQUEST, RESULT, STALL_S, unshared
 
 MAX_OPEN_FILES = 256
-WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is checked, and the CPU time that it may have used
+STOPPED_CPU_S = 0.05  # CPU time that a stopped program may use
+WATCH_S, MAX_WATCH_S = 1.0, 32.0  # until it is checked; doubles, so that a thousand idle sessions use no CPU
 DRAIN_READS = 256  # of a pipe with as many buffers as a pipe may have, each a packet
 SCRATCH_BYTES = 8192  # for a file's name, and for what precedes and follows it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -188,8 +189,9 @@ class Worker:
         """Wait for the next call; kill a program that runs meanwhile, which a SIGCONT from its own timers can cause."""
         poller = select.poll()
         poller.register(self.connection, select.POLLIN)
-        used_s = program.cpu_s()
-        while not poller.poll(WATCH_S * 1000):
+        used_s, wait_s = program.cpu_s(), WATCH_S
+        while not poller.poll(wait_s * 1000):
+            wait_s = min(2 * wait_s, MAX_WATCH_S)
             if program.cpu_s() - used_s > STOPPED_CPU_S:
                 program.signal(signal.SIGKILL)  # the next call sees it
 

@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from verl_ext.sandbox.server.connection import SandboxError, Worker, send_fd
+from verl_ext.sandbox.server.isolation import NUM_UIDS
 from verl_ext.sandbox.server.orphans import kill_below, kill_orphans
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ ZYGOTE = Path(__file__).with_name("zygote.py")
 ZYGOTE_END_S = 0.3  # for the end of a zygote, which takes its workers with it, to show
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
+MAX_SESSIONS = 4000  # each has a worker, and each worker a user: fewer than NUM_UIDS, with room for the pool's workers
 # All that a program sees. One BLAS thread and two malloc arenas, because both reserve address space per thread and per
 # core: on a large machine, a mere `import numpy` would exceed a limit of 1024 MB.
 ENVIRONMENT = {
@@ -65,6 +68,7 @@ class Workers:
         # Numbers of workers, which give programs their users (isolation.py). They start at random, because programs of
         # another server on this machine must not share limits that count by user, such as RLIMIT_NPROC.
         self._numbers = itertools.count(secrets.randbelow(1 << 16))
+        self._by_user: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
         self._control_socket: socket.socket | None = None
@@ -127,9 +131,13 @@ class Workers:
                 logger.error("the sandbox zygote died (exit code %d); starting another", self._zygote.returncode)
             self._start_zygote()
         # Landlock lets a program look at any path that it knows, so a folder's name must not be guessable.
-        name = f"{next(self._numbers)}-{secrets.token_hex(16)}"
+        # A session can stay while thousands of others come and go, so the next number's user may be taken.
+        number = next(self._numbers)
+        while number % NUM_UIDS in self._by_user and len(self._by_user) < NUM_UIDS:
+            number = next(self._numbers)
+        name = f"{number}-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
-        worker = Worker(ours, self._root / name, self._zygote)
+        worker = self._by_user[number % NUM_UIDS] = Worker(ours, self._root / name, self._zygote)
         try:
             with theirs:
                 async with asyncio.timeout(START_GRACE_S):

@@ -236,6 +236,14 @@ def test_server_with_too_few_descriptors_says_so():
     )
 
 
+def test_sessions_by_default_leave_descriptors_to_clients():
+    """(600 - 100 of the server - 2 x 3 of workers) / 2 / 3 = 82."""
+    code = "from verl_ext.sandbox.server import clients as c; n = c.usual_sessions(2); print(n, c.max_clients(2, n))"
+    command = ["prlimit", "--nofile=600:600", sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert run.stdout == f"82 {600 - 100 - 3 * 84}\n", run.stderr
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """The port of a server in this process."""

@@ -102,7 +102,8 @@ class Client:
         self.url = line.split()[-1]
         self.layers = process.stdout.readline().removeprefix("sandbox layers: ").strip().split(", ")
         with urllib.request.urlopen(f"{self.url}/v1/ping", timeout=20) as response:
-            assert json.load(response) == {"status": "ok", "message": "", "layers": self.layers}
+            said = json.load(response)
+        assert (said["status"], said["message"], said["layers"]) == ("ok", "", self.layers)
 
     def stdout(self, code: str, **fields: object) -> str:
         body = {"code": code, "language": "python", "run_timeout": 5} | fields

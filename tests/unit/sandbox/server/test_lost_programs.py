@@ -29,6 +29,7 @@ from verl_ext.sandbox.server import pool as pool_module
 from verl_ext.sandbox.server import workers as workers_module
 from verl_ext.sandbox.server.connection import LostProgramError, SandboxError
 from verl_ext.sandbox.server.pool import Pool
+from verl_ext.sandbox.server.sessions import Sessions
 from verl_ext.sandbox.server.wire import LENGTH
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(30)"
@@ -102,6 +103,23 @@ async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, mon
     worker.kill()
     with pytest.raises(SandboxError, match=r"died .*; a control program failed, too: it did not end within 0.5 s"):
         await task
+    zygote().resume()
+
+
+async def test_call_of_a_session_counts_as_lost_only_while_a_control_program_runs(pool, monkeypatch):
+    """Its caller blames the program if it happens again, as nobody else could run the session's calls twice."""
+    sessions = Sessions(pool, max_sessions=1, idle_s=60)
+    for is_well in (True, False):
+        task = asyncio.create_task(sessions.run("s", request(SLEEP, 30), queue_timeout_s=5))
+        worker = await running_worker()
+        if not is_well:
+            monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
+            zygote().suspend()
+        worker.kill()
+        with pytest.raises(SandboxError, match=None if is_well else "a control program failed, too") as caught:
+            await task
+        assert isinstance(caught.value, LostProgramError) == is_well
+        assert len(sessions) == 0
     zygote().resume()
 
 

@@ -38,6 +38,22 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
             await asyncio.sleep(0.01)
 
 
+async def test_no_two_workers_have_one_user(pool, monkeypatch):
+    monkeypatch.setattr(workers_module, "NUM_UIDS", 3)
+
+    async def user() -> int:
+        taken.append(await pool.workers.take())
+        return int(taken[-1].folder.name.partition("-")[0]) % 3
+
+    taken = []
+    users = [await user() for _ in range(3)]
+    assert sorted(users) == [0, 1, 2]
+    taken.pop(1).close()
+    assert await user() == users[1]
+    for worker in taken:
+        worker.close()
+
+
 def my_processes() -> list[psutil.Process]:
     """Return the pool's processes: all children except those kept by other tests of this session (verifier workers)."""
     found = []

@@ -31,16 +31,21 @@ def session(server, request) -> Iterator[str]:
     end(server, request.node.name)
 
 
+def said(answer: dict) -> tuple[int, bool]:
+    """Return the number of the call in its session, and whether that continues."""
+    return answer["session"]["call"], answer["session"]["alive"]
+
+
 def end(server: Server, session_id: str) -> int:
     return server.request(f"/v1/sessions/{quote(session_id, safe='')}", method="DELETE")[0]
 
 
 def test_later_calls_see_variables_functions_imports_and_files(server, session):
     first = server.run("import math\nx = 6\ndef f(y): return x * y\nopen('a', 'w').write('kept')", session_id=session)
-    assert first["session"] == {"call": 1, "alive": True}
+    assert said(first) == (1, True)
     second = server.run("x += 1\nprint(f(math.floor(6.5)), open('a').read())", session_id=session)
     assert second["run_result"]["stdout"] == "42 kept\n"
-    assert second["session"] == {"call": 2, "alive": True}
+    assert said(second) == (2, True)
 
 
 def test_sessions_do_not_see_each_other_nor_do_calls_without_one(server, session):
@@ -94,10 +99,10 @@ def test_end_of_the_program_is_told_and_the_next_call_begins_anew(server, sessio
     server.run("x = 1", session_id=session)
     answer = server.run(code, session_id=session, run_timeout=1)
     assert (answer["run_result"]["status"], answer["run_result"]["return_code"]) == (status, return_code)
-    assert answer["session"] == {"call": 2, "alive": False}
+    assert said(answer) == (2, False)
     answer = server.run("print('x' in globals())", session_id=session)
     assert answer["run_result"]["stdout"] == "False\n"
-    assert answer["session"] == {"call": 1, "alive": True}
+    assert said(answer) == (1, True)
 
 
 def test_program_that_breaks_the_protocol_only_ends_its_own_session(server, session):
@@ -133,14 +138,14 @@ def test_program_that_can_take_no_further_call_fails_it(server, session, code):
     if "setitimer" in code:
         wait_until(lambda: any(map(is_alarm_pending, server.descendants())))
     answer = server.run("print(1)", session_id=session)
-    assert (answer["status"], answer["session"]) == ("Failed", {"call": 2, "alive": False})
+    assert (answer["status"], said(answer)) == ("Failed", (2, False))
     assert "cannot take another call" in answer["run_result"]["stderr"]
 
 
 def test_program_that_closes_its_streams_fails_the_next_call(server, session):
     server.run("import os; os.closerange(0, 3)", session_id=session)
     answer = server.run("print(1)", session_id=session)
-    assert (answer["status"], answer["session"]) == ("Failed", {"call": 2, "alive": False})
+    assert (answer["status"], said(answer)) == ("Failed", (2, False))
 
 
 def test_full_disk_fails_the_next_call():
@@ -299,7 +304,7 @@ def test_one_session_too_many_is_503_with_retry_after_and_runs_nothing(server):
     assert (status, headers["Retry-After"]) == (503, "1")
     assert "3 sessions" in answer["detail"]
     assert end(server, names[0]) == 200
-    assert server.run("print(1)", session_id=names[3])["session"] == {"call": 1, "alive": True}
+    assert said(server.run("print(1)", session_id=names[3])) == (1, True)
     assert [end(server, name) for name in names] == [404, 200, 200, 200]
 
 
@@ -332,13 +337,39 @@ def test_idle_session_ends():
     server = Server("--max-sessions", "1", "--session-idle-s", "2", "--preload", "")
     try:
         server.run("x = 1", session_id="a")
-        assert server.run("print(x)", session_id="a")["session"] == {"call": 2, "alive": True}
+        assert said(server.run("print(x)", session_id="a")) == (2, True)
         processes = len(server.descendants())
         wait_until(lambda: len(server.descendants()) < processes, timeout_s=15)
         answer = server.run("print('x' in globals())", session_id="a")
         assert (answer["run_result"]["stdout"], answer["session"]["call"]) == ("False\n", 1)
     finally:
         server.stop()
+
+
+def renew(server: Server, *session_ids: str) -> tuple[int, dict]:
+    status, _, content = server.request("/v1/sessions", json.dumps({"session_ids": session_ids}).encode())
+    return status, json.loads(content)
+
+
+def test_lease_that_is_renewed_does_not_end():
+    server = Server("--session-idle-s", "1", "--preload", "")
+    try:
+        for name in ("renewed", "other"):
+            server.run("x = 1", session_id=name)
+        processes, deadline = len(server.descendants()), time.monotonic() + 20
+        while len(server.descendants()) == processes and time.monotonic() < deadline:  # until the other one has ended
+            assert renew(server, "renewed", "unknown") == (200, {"renewed": 1})
+            time.sleep(0.05)
+        assert said(server.run("print(x)", session_id="renewed")) == (2, True)
+        assert said(server.run("pass", session_id="other")) == (1, True)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b'{"session_ids": [7]}', b'{"session_ids": [""]}', b"{"])
+def test_renewal_of_what_is_no_id_is_422(server, body):
+    status, _, content = server.request("/v1/sessions", body)
+    assert status == 422 and "session_ids" in json.loads(content)["detail"]
 
 
 def test_stop_ends_sessions_and_removes_their_files():
