@@ -22,7 +22,9 @@ from verl_ext.protocols.base import Call
 from verl_ext.settings.domains import of_whole_run, read_domains
 from verl_ext.settings.objects import load_object
 
-BUILT_IN: dict[str, str] = {}
+BUILT_IN: dict[str, str] = {
+    "search": "verl_ext.environments.search:Search",
+}
 OF_SANDBOX = ("python",)  # is ToolEnvironment
 
 
