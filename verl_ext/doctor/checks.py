@@ -12,6 +12,7 @@ from verl_ext.doctor import (
     checkpoints,
     config,
     data,
+    domains,
     machine,
     memory,
     names,
@@ -85,6 +86,10 @@ def _check_agreement(exam: Examination) -> Iterable[Finding]:
     return agreement.check_agreement(exam.run, exam.tokenizer) if exam.tokenizer is not None else ()
 
 
+def _check_domains(exam: Examination) -> Iterable[Finding]:
+    return domains.check_domains(exam.run, exam.tokenizer) if exam.tokenizer is not None else ()
+
+
 def _check_rows(exam: Examination) -> Iterable[Finding]:
     from verl_ext.doctor import rows  # 0.4 s, which SFT and RL without files do not need
 
@@ -120,6 +125,8 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
     ("data", Need.FILES, lambda exam: data.check_code_tests(exam.run, is_quick=exam.is_quick)),
     ("template", Need.TOKENIZER, _check_tokenizer),
     ("template", Need.VERL, _check_agreement),
+    ("domains", Need.FILES, lambda exam: domains.check_sources_of_rows(exam.run)),
+    ("domains", Need.VERL, _check_domains),
     ("data", Need.TOKENIZER, _check_rows),
     ("sandbox", Need.LOAD, lambda exam: sandbox.check_load(exam.run, seconds=exam.load_seconds)),
 )

@@ -1,6 +1,7 @@
 """The run under examination: its composed configuration, and the few numbers that most checks need."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from verl_ext.datasets.peek import Sample, sample
 from verl_ext.memory.shape import ModelShape, read_positions, read_shape
 from verl_ext.settings import Retool, SftData, SftRetool
 from verl_ext.settings.checks import Problem, problems
+from verl_ext.settings.domains import use_files
 
 ULYSSES = "ulysses_sequence_parallel_size"
 ATTENTION, FLASH_ATTN = "model.override_config.attn_implementation", "flash_attention_2"  # verl's default
@@ -46,6 +48,9 @@ class Run:
         self.model = "actor_rollout_ref.model" if self.is_rl else "model"  # sections of the model, what shards it,
         self.engine = f"{ACTOR}.fsdp_config" if self.is_rl else "engine"
         self.optim = f"{ACTOR}.optim" if self.is_rl else "optim"  # and its optimizer
+        if self.is_rl:
+            with suppress(ValueError):  # a wrong table of domains, which check_config reports
+                use_files(self.config)
 
     batch = Setting("data.train_batch_size")  # prompts of an RL step, traces of an SFT step
     n = Setting(f"{ROLLOUT}.n")  # responses to a prompt
@@ -83,6 +88,7 @@ class Run:
         """Return some rows of a file, which is read once. Raises DataError if it cannot be."""
         if path not in self._samples:
             columns = [self.text_column, "data_source", "ability", "reward_model", "agent_name", "extra_info"]
+            columns.append("tools_kwargs")
             if not self.is_rl:
                 columns = [self.text_column, self.get("data.tools_key", "tools")]
             self._samples[path] = sample(path, self.text_column, columns)

@@ -68,6 +68,7 @@ def test_the_whole_examination_of_a_good_run(inputs, alone, capsys):
         "sandbox",
         "template",
         "data",
+        "domains",
     }
     assert {finding["topic"] for finding in report["findings"]} == topics
 

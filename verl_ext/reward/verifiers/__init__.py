@@ -44,7 +44,10 @@ NAMES = BUILT_IN | {"mathematics": MATH, "judge": "verl_ext.reward.verifiers.jud
 
 
 class Verifier(Protocol):
-    """A verifier, built once per worker process as `Verifier(config, **settings)` with the run's whole config."""
+    """A verifier, built once per worker process as `Verifier(config, **settings)` with the run's whole config.
+
+    It may have `gold(ground_truth) -> str`, a response that is right, which the doctor tries.
+    """
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         """Score what the model itself wrote.

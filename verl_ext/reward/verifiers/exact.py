@@ -44,6 +44,11 @@ class ExactVerifier:
         folded = self._fold(pred)
         return Score.graded(float(folded == self._fold(str(ground_truth))), pred.strip(), "exact", folded)
 
+    @staticmethod
+    def gold(ground_truth: Any) -> str:
+        """Return a response that is right."""
+        return f"\\boxed{{{ground_truth}}}"
+
     def _fold(self, text: str) -> str:
         text = " ".join(_TEXT.sub(r"\1", text).split())
         return text.casefold() if self._ignore_case else text
@@ -73,3 +78,5 @@ class ChoiceVerifier:
             pred = "".join(stated[-1]).upper()
         letter, _ = read_choice(pred, _LETTERS) or ("", "")
         return Score.graded(float(letter == choice[0]), pred.strip(), "choice", letter)
+
+    gold = staticmethod(ExactVerifier.gold)

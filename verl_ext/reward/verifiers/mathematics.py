@@ -34,3 +34,8 @@ class MathVerifier:
         loop = asyncio.get_running_loop()
         score = partial(self._score, response_text, str(ground_truth), problem=problem_text(sample))
         return await loop.run_in_executor(self._threads, score)
+
+    @staticmethod
+    def gold(ground_truth: Any) -> str:
+        """Return a response that is right, for the doctor."""
+        return f"\\boxed{{{ground_truth}}}"
