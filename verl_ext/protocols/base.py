@@ -110,6 +110,10 @@ class ToolProtocol(Protocol):
             The outputs at odd places, and the text that frames them at even ones.
         """
 
+    def user_reply(self, texts: Sequence[str]) -> list[str]:
+        """Return all text between a turn without a call, after its end token, and the model's next turn, if users say
+        `texts` there; in the form of `reply`."""
+
     def write(self, content: str, calls: Sequence[Call]) -> str:
         """Return the text that a model would write to say `content` and to make `calls`, without the end token."""
 

@@ -28,6 +28,7 @@ class CodeProtocol:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None):
         self._user_turn = ChatReply(tokenizer, "user", template_kwargs)
+        self.user_reply = self._user_turn.render
 
     def schemas(self, tools: Mapping[str, dict]) -> None:
         """Return None: the prompt itself says how to write code."""

@@ -50,6 +50,7 @@ class HermesProtocol:
         repair_json: bool = False,
     ):
         self._tool_turns = ChatReply(tokenizer, "tool", template_kwargs)
+        self.user_reply = ChatReply(tokenizer, "user", template_kwargs).render
         self._max_parallel_calls = max_parallel_calls
         self._repair_json = repair_json
 

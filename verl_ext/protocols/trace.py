@@ -52,6 +52,7 @@ class _Turn:
     calls: list[Call] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     text: str | None = None  # content and call as they stand in the trace, where its code is between tags
+    users: list[str] = field(default_factory=list)  # what users say to a turn without a call
 
 
 class Segment(NamedTuple):
@@ -72,8 +73,8 @@ def split_trace(
     """Split a conversation into prompt and response.
 
     Args:
-        messages: system and user messages, then the assistant's, each with calls followed by the tools' answers; the
-            last one without calls. A list, or JSON text.
+        messages: system and user messages, then the assistant's, each with calls followed by the tools' answers, or
+            without calls by a user's message; the last one without calls. A list, or JSON text.
         tools: schemas in OpenAI's form, as a list or as JSON text; None for the interpreter only.
         eos: text of the token that ends a turn; "" without a tokenizer.
         render: the text of the prompt's messages with their tools, by the chat template. If it opens `<think>`, a turn
@@ -91,7 +92,7 @@ def split_trace(
     prompt = [{"role": m["role"], "content": _DOUBLED.sub(r"\\boxed{\1}", _text(m))} for m in messages[:length]]
     turns = list(_turns(messages[length:], schemas, keep_nulls))
     last = turns[-1]
-    if last.calls or last.outputs:
+    if last.calls or last.outputs or last.users:
         raise ValueError("the last message must be the assistant's answer, without a call")
     last.content = _DOUBLED.sub(r"\\boxed{\1}", last.content)
     shown = protocol.schemas(schemas)
@@ -102,13 +103,17 @@ def split_trace(
         text = turn.text if keep else protocol.write(turn.content, turn.calls)
         if thinking:
             text = _within_thinking(text, before)
-        ended = turn is last or protocol.call_ends_turn
+        ended = turn is last or bool(turn.users) or protocol.call_ends_turn
         segments += [_own(text, eos), *[Segment([eos], True)] * ended]
-        if turn is last:
+        if turn is last or turn.users:
             _check_answer(text, schemas, protocol, thinking)
         else:
             _check_calls(text, turn.calls, schemas, protocol, thinking)
-            reply = protocol.reply([format_output(output, "") for output in turn.outputs], ended=ended)
+        if turn is not last:
+            outputs = [format_output(output, "") for output in turn.outputs]
+            reply = protocol.reply(outputs, ended=ended) if not turn.users else turn.users
+            if turn.users and eos:  # without a tokenizer there is no template
+                reply = protocol.user_reply(turn.users)
             segments.append(Segment(reply, False))
             before = reply[-1]
             thinking = opens_thinking(before)
@@ -244,8 +249,11 @@ def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_T
             turns[-1] = _with_call(turns[-1].content, turns[-1].outputs)
         if len(turns[-1].outputs) != len(turns[-1].calls):
             raise ValueError(f"{len(turns[-1].calls)} calls with {len(turns[-1].outputs)} answers; roles are {roles}")
+        while i < len(messages) and roles[i] == "user" and not turns[-1].calls:
+            turns[-1].users.append(_text(messages[i]))
+            i += 1
         yield from turns
-        if i < len(messages) and not turns[-1].calls:
+        if i < len(messages) and not turns[-1].calls and not turns[-1].users:
             raise wrong
 
 

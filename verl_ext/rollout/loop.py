@@ -25,7 +25,6 @@ from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.protocols.base import (
     ERROR_TOKENS,
     Call,
-    ChatReply,
     MalformedCall,
     SegmentEncoder,
     checked_kwargs,
@@ -97,7 +96,6 @@ class RetoolAgentLoop(AgentLoopBase):
         )
         self.ways = Ways(self.config, protocol, make, self.tokenizer, tools.tools if tools else [])
         self._encoder = SegmentEncoder(self.tokenizer)
-        self._users = ChatReply(self.tokenizer, "user", self.apply_chat_template_kwargs)
         self.end_ids = set(self.tokenizer.all_special_ids)
         # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
         # (Llama 3 has three). A special token that ends a turn before its budget is used up is one of them.
@@ -160,7 +158,7 @@ class RetoolAgentLoop(AgentLoopBase):
             elif not ended:
                 reason = RolloutEnd.MAX_TOKENS
             else:
-                reason = await self._user_turn(rollout, life, text)
+                reason = await self._user_turn(rollout, life, way, text)
             is_void = not any(isinstance(call, Call) for call in calls) and "\\boxed{" not in text
             rollout.use.void_turns += is_void and not aborted
         episode = self._ended(rollout, reason, sampling_params)
@@ -168,14 +166,14 @@ class RetoolAgentLoop(AgentLoopBase):
             episode.score = await life.score(episode)
         return episode
 
-    async def _user_turn(self, rollout: Rollout, life: Life, text: str) -> RolloutEnd | None:
+    async def _user_turn(self, rollout: Rollout, life: Life, way: Way, text: str) -> RolloutEnd | None:
         """Append what the environment says to a turn without a call; return why the rollout ends here, or None."""
         messages, reason = await life.reply(text)
         if messages is None:
             return reason
         if roles := {message["role"] for message in messages} - {"user"}:
             raise ValueError(f"An environment replied as {', '.join(sorted(roles))}; expected messages of the user.")
-        reply = self._users.render([_encodable(message["content"]) for message in messages])
+        reply = way.protocol.user_reply([_encodable(message["content"]) for message in messages])
         ids = self._encoder.encode(reply)
         if len(ids) >= rollout.room:
             return RolloutEnd.MAX_TOKENS

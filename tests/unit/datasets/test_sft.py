@@ -74,7 +74,7 @@ def test_a_system_message_belongs_to_the_prompt(make_dataset, tokenizer):
         ([user(), assistant("<code>1</code>"), interpreter("1")], "the last message must be the assistant's answer"),
         ([user(), assistant("a"), assistant("b")], r"found \['assistant', 'assistant'\]"),
         ([user(), interpreter("1"), assistant("b")], r"found \['interpreter', 'assistant'\]"),
-        ([user(), assistant("a"), user("b"), assistant("c")], r"found \['assistant', 'user', 'assistant'\]"),
+        ([user(), assistant("a"), assistant("c")], r"found \['assistant', 'assistant'\]"),
         ([user(), assistant("a"), interpreter("1"), assistant("b")], "does not end in </code>: 'a'"),
         ([user(), assistant("<code></code>"), interpreter("1"), assistant("b")], "empty <code></code>"),
         (

@@ -8,7 +8,7 @@ from tests.unit.datasets.test_sft import assistant, calls, interpreter, tokens_o
 from tests.unit.protocols.test_thinking import TAGGED
 
 
-def rolled_out(roll_out, tokenizer, dataset, printed, protocol="code", question="1+1?"):
+def rolled_out(roll_out, tokenizer, dataset, printed, protocol="code", question="1+1?", **settings):
     """The rollout in which the model samples what the only row of a data set trains on."""
     item = dataset[0]
     turns, pairs = [[]], list(zip(item["input_ids"].tolist(), item["loss_mask"].tolist(), strict=True))
@@ -17,7 +17,9 @@ def rolled_out(roll_out, tokenizer, dataset, printed, protocol="code", question=
             turns[-1].append(token)
         elif turns[-1]:
             turns.append([])
-    rollout, *_ = roll_out(tokenizer, turns, printed, question=question, response_length=2000, protocol=protocol)
+    rollout, *_ = roll_out(
+        tokenizer, turns, printed, question=question, response_length=2000, protocol=protocol, **settings
+    )
     assert item["input_ids"].tolist() == rollout.row.prompt_ids + rollout.row.ids
     assert item["loss_mask"].tolist() == [0] * len(rollout.row.prompt_ids) + rollout.row.mask
     return rollout
@@ -89,3 +91,48 @@ def test_a_trace_with_drafts_in_its_thinking_is_the_rollouts(make_dataset, roll_
     assert rolled_out(roll_out, tokenizer, dataset, ["2"], "hermes").use.calls == 1
     with pytest.raises(ValueError, match="SFT row 0 .*the agent loop would read other calls"):
         make_dataset([[user(), calls("1", content="<think>a"), tool("2"), assistant("2")]], protocol="hermes")
+
+
+TALK = """
+from verl_ext.environments.base import Environment
+
+class Talk(Environment):
+    replies = ["Two <|im_end|> of them.", "Sure?"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.said = iter(self.replies)
+
+    async def reply(self, text):
+        said = next(self.said, None)
+        return said and [{"role": "user", "content": said}]
+"""
+
+
+@pytest.mark.parametrize("protocol", ["code", "hermes"])
+def test_a_trace_in_which_users_reply_has_the_tokens_of_a_rollout_with_a_user(
+    make_dataset, roll_out, tokenizer, tmp_path, protocol
+):
+    (tmp_path / "talk.py").write_text(TALK)
+    row = [
+        user(),
+        assistant("How many?"),
+        {"role": "user", "content": "Two <|im_end|> of them."},
+        calls("print(1+1)"),
+        tool("2"),
+        assistant("\\boxed{2}"),
+        {"role": "user", "content": "Sure?"},
+        assistant("Yes."),
+    ]
+    dataset = make_dataset([row], protocol=protocol, max_length=2000)
+    settings = {"environment": ["python", f"{tmp_path}/talk.py:Talk"]}
+    rollout = rolled_out(roll_out, tokenizer, dataset, ["2"], protocol, **settings)
+    assert rollout.finish_reason == "answer" and rollout.use.calls == 1
+    trained, whole = tokens_of(dataset, tokenizer)
+    assert "How many?<|im_end|>" in trained and "Sure?" not in trained and "<|im_start|>user\nSure?<|im_end|>" in whole
+
+
+def test_a_trace_may_not_end_with_the_user(make_dataset):
+    row = [user(), assistant("How many?"), {"role": "user", "content": "Two."}]
+    with pytest.raises(ValueError, match="the last message must be the assistant's answer"):
+        make_dataset([row])
