@@ -85,6 +85,7 @@ class CallResult:
     queue_s: float = 0.0
     run_s: float = 0.0
     attempts: int = 1
+    replays: int = 0  # of all earlier calls, because the server of a notebook was lost
     reward: float | None = None
     stdout: str | None = None
     stderr: str | None = None
@@ -180,6 +181,7 @@ class ToolUse:
     tool_s: float = 0.0  # waited for tools, which splits into queue_s, run_s and the way there and back
     queue_s: float = _per_call(0.0)  # includes the attempts that failed because of the infrastructure
     run_s: float = _per_call(0.0)
+    replays: int = _per_call()  # of all earlier calls, because the server of a notebook was lost
 
     @property
     def failed(self) -> int:

@@ -1,7 +1,8 @@
 """What an episode acts in: tools that it can call, worlds that reply, and who is at fault if a call fails.
 
-`toolbox.py` runs a call: code by `interpreter.py` in the sandbox, other tools by verl's interface. `tool_errors.py` is
-for authors of tools. `python.py` is the sandbox as a verl tool, `shared_client.py` the one sandbox client of a process.
-`base.py` is the interface, `by_name.py` lists the environments that ship: `search.py` looks up a local `corpus.py`.
+`toolbox.py` runs a call: code in the sandbox by `interpreter.py`, or by `notebook.py`, which remembers; other tools by
+verl's interface. `tool_errors.py` is for authors of tools. `python.py` is the sandbox as a verl tool, and
+`shared_client.py` the one sandbox client of a process. `base.py` is the interface, `by_name.py` lists the environments
+that ship: `search.py` looks up a local `corpus.py`.
 In: a call. Out: text for the model, or an infrastructure failure.
 """
