@@ -88,6 +88,27 @@ class AdaptiveN(Option):
             raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Curriculum(Option):
+    """Problems that come again less often, by the pass rate of their newest group; verl_ext/trainer/curriculum.py.
+
+    Attributes:
+        easy_above: a problem with at least this pass rate is easy,
+        easy_share: and is drawn in this share of the epochs.
+        hard_below: a problem with at most this pass rate is hard,
+        hard_share: and is drawn in this share of the epochs.
+    """
+
+    easy_above: float = key(within="[0, 1]", about="a pass rate")
+    easy_share: float = key(within="[0, 1]", about="a share of the epochs")
+    hard_below: float = key(within="[0, 1]", about="a pass rate")
+    hard_share: float = key(within="[0, 1]", about="a share of the epochs")
+
+    def __post_init__(self) -> None:
+        if not self.hard_below < self.easy_above:
+            raise ValueError(f"retool.curriculum: expected hard_below < easy_above, got {self}")
+
+
 @dataclass(frozen=True)
 class FailedSamples:
     """Validation samples that failed outside the model; verl_ext/trainer/failed_samples.py.
@@ -243,6 +264,7 @@ class Retool:
     fleet: FleetSettings = FleetSettings()
     repeatable: bool = False
     adaptive_n: AdaptiveN | None = None
+    curriculum: Curriculum | None = None
     validation: FailedSamples = FailedSamples()
     validation_schedule: ValidationSchedule | None = None
     light_validation: LightValidation | None = None

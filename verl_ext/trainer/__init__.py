@@ -1,7 +1,9 @@
 """One RL run: what it trains on, when it validates and ends. Subclasses of verl 0.9.1's sampler and v1 trainers.
 
-`sampler.py` takes batches by `group_rules.py` from `queue.py`, and logs `step_counts.py`; `exclusions.py` watches what
-they leave out.
+`sampler.py` takes batches from `queue.py`, and logs `step_counts.py`. Its part `ended_groups.py` judges what came back
+by `group_rules.py`; `exclusions.py` watches what they leave out.
+`domains.py` divides prompts and batches among domains; `loader.py` draws the prompts, and `curriculum.py` leaves some
+out.
 `run_trainer.py`, with `run_updates.py` and `run_validation.py`, tells observers of events (verl_ext/events.py), and
 calls the options that `run_options.py` makes: `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`;
 `repeatable.py` removes chance.
