@@ -12,6 +12,8 @@ infrastructure failures.
   complete the batch as fillers, and the run logs that and continues, whereas verl's sampler would generate forever.
 - In the mode `sync` it submits at once as many prompts as it will probably need, judging by the share of useful groups
   so far; verl submits twice the missing ones in every round. Useful groups beyond the batch can wait for the next step.
+- Each domain of `retool.domains` has a quota of the batch (domains.py), which its useful groups fill first, then its
+  fillers. A run without that table has one domain, whose quota is the batch.
 - It polls every `poll_interval_s` instead of every 2 s, which would be most of a short step.
 - It logs what became of each prompt (`outcome.PromptEnd`), and accuracy, tool use and failures over everything that was
   generated, before any group is left out.
@@ -22,34 +24,30 @@ import math
 import os
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext.episode import Episode, EpisodeKey
-from verl_ext.events import Ended, EndedCounts, Selection
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, STOPS_RUN, PromptEnd, RolloutEnd
+from verl_ext.episode import EpisodeKey
+from verl_ext.events import Selection
+from verl_ext.outcome import REMEDIES, STOPS_RUN, PromptEnd, RolloutEnd
+from verl_ext.trainer.domains import MIN_KEEP_RATE
+from verl_ext.trainer.ended_groups import USEFUL, EndedGroups
 from verl_ext.trainer.exclusions import NothingStored, describe, stop_if_most_failed
-from verl_ext.trainer.group_rules import EndedGroup, end_group
-from verl_ext.trainer.queue import copy_episodes, episodes_of, prompts_in_queue, remove
+from verl_ext.trainer.queue import copy_episodes, remove
 from verl_ext.trainer.sampler_settings import SAMPLER_KEYS, SamplerSettings
-from verl_ext.trainer.step_counts import REPLACEABLE, StepCounts
+from verl_ext.trainer.step_counts import REPLACEABLE, StepCounts, domain_metrics
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-_MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
-_KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
 # A batch takes groups in this order. The surplus of an earlier step is older than any other useful group.
-_USEFUL = (PromptEnd.SURPLUS, PromptEnd.OPEN)
-_ORDER = _USEFUL + REPLACEABLE
+_ORDER = USEFUL + REPLACEABLE
 
 
-class DapoReplayBuffer(ReplayBufferAsync):
+class DapoReplayBuffer(EndedGroups):
     """The sampler that the module's docstring describes.
 
     A repeated rollout is a copy (`EpisodeKey.copy`). With every group estimator (trainer/advantages.py) it gets the
@@ -63,7 +61,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
     objective trains on it. The tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's
     tokens belong to fillers, the policy gradient is half of what the useful half would give without them.
 
-    A batch takes useful groups first, the oldest ones before others, then equal groups, then groups of void turns.
+    A batch takes useful groups first, the oldest ones before others, then equal groups, then groups of void turns. If
+    there are several domains, it does so for each domain's quota, and then for what other domains leave free: in an
+    asynchronous mode, a domain whose groups are not ready lends its part of a batch to those that are, and gets it back
+    from later ones. In the mode `sync` a step waits until each domain has filled its quota or spent its share of
+    `max_num_gen_batches`.
 
     The groups of a batch may differ in size. The functions in `checks` are called at each poll and may raise, and so
     does a poll that finds a rollout which found the run broken (verl continues with the rest).
@@ -89,21 +91,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
         self._batches = 0  # taken so far in this step
         self._of_step = StepCounts()  # counts of these batches
-        self.keep_rate = 1.0
-        self._groups: dict[str, EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
+        self._of_step_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
         # Since the last batch was taken:
-        self._counts = StepCounts()
-        self._limit = math.inf  # groups that may fail before a batch is taken
-        self._spare_limit = math.inf  # groups that may be replaced as EQUAL or VOID before a batch is taken
-        self._replaced = 0  # number of groups replaced as EQUAL or VOID
+        self._target: int | None = None  # groups of the batch that is waited for
+        self._replaced: Counter[str] = Counter()  # domain -> number of groups replaced as EQUAL or VOID
         self._is_spent = False  # whether more such groups have ended than may be replaced
         self.selection = Selection()  # of the newest batch
-        # Since `take_ended`:
-        self._ended = EndedCounts()
-        self._accs: dict[str, list[float]] = {}
-        self._prompt_ends: dict[str, PromptEnd] = {}
-        self._fates: dict[str, Counter[str]] = {}  # of these prompts' rollouts
-        self.seen_before: dict[str, PromptEnd] = {}  # ends of groups that were counted before the run was resumed
         self.checks: list[Callable[[], None]] = []
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
@@ -127,24 +120,29 @@ class DapoReplayBuffer(ReplayBufferAsync):
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        self._counts.fillers = len(self.selection.fillers)
+        self.domains.settle({name: counts.taken for name, counts in self._of_domain.items()})
         self._of_step += self._counts
+        for name, counts in self._of_domain.items():
+            self._of_step_by_domain[name] += counts
+            if (seen := counts.keep_rate()) is not None:
+                self.domains.learn(name, seen)
         ends = self._counts.ends
         del ends[PromptEnd.OPEN]  # not decided yet, or counted under their final end
         logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(ends))
-        self._counts, self._replaced, self._is_spent = StepCounts(), 0, False
+        self._counts, self._of_domain = StepCounts(), defaultdict(StepCounts)
+        self._replaced, self._is_spent = Counter(), False
+        self.domains.spent.clear()
         self._batches += 1
         if self._batches == self._batches_per_step:
+            if self.domains.are_several:
+                metrics |= domain_metrics(self.domains, self._of_step_by_domain)
             metrics = self._of_step.metrics() | metrics
-            self._of_step, self._batches = StepCounts(), 0
+            self._of_step, self._of_step_by_domain, self._batches = StepCounts(), defaultdict(StepCounts), 0
         return batch, metrics
 
-    def take_ended(self, step: int, metrics: Mapping[str, Any] | None = None) -> Ended:
-        """Return what ended since the last call, for a step with these metrics."""
-        seen, in_queue = frozenset(self._groups), len(prompts_in_queue())
-        ended = Ended(step, self._ended, self._prompt_ends, self._fates, seen, in_queue, self._accs, metrics or {})
-        self._ended, self._prompt_ends, self._fates, self._accs = EndedCounts(), {}, {}, {}
-        return ended
+    def choose_domain(self, step: int) -> str:
+        """Return the domain of the prompt that the trainer submits next, whatever it submits it for."""
+        return self.domains.choose(self.domains.count(self._uids(*_ORDER)), step)
 
     @property
     def num_kept(self) -> int:
@@ -168,59 +166,75 @@ class DapoReplayBuffer(ReplayBufferAsync):
                     raise RuntimeError(f"{tag[STOPS_RUN]} The same command then continues from the newest checkpoint.")
 
     def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        submitted = self.num_to_submit(batch_size)  # by the trainer, before this call
-        limit = self.settings.max_gen_batches * batch_size
+        submitted: Counter[str] | None = None  # prompts of this step by domain
         last_debug_time = time.time()
         while True:
             self._sync_metadata_from_transfer_queue()
+            if submitted is None:  # the trainer has submitted some before this call; groups that were kept are not new
+                submitted = self.domains.count(self.prompt_global_steps[partition_id].keys() - self._groups.keys())
             self._classify(partition_id, global_steps)
             self._clear_groups(partition_id, self._uids(PromptEnd.FAILED, PromptEnd.STALE))
-            useful, failed = self._uids(*_USEFUL), self._counts.ends[PromptEnd.FAILED]
-            stop_if_most_failed(failed, self._counts.seen, limit, global_steps)
-            in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
-            # Submit enough to fill the batch, plus one standard deviation: another wave costs a whole rollout.
-            expected = len(useful) + self.keep_rate * in_flight
-            margin = math.sqrt(in_flight * self.keep_rate * (1 - self.keep_rate))
-            missing = math.ceil((batch_size + margin - expected) / max(self.keep_rate, _MIN_KEEP_RATE))
-            missing = min(missing, limit + failed - submitted)
-            if expected - margin < batch_size - 0.5 and missing > 0 and len(useful) < batch_size:
-                submitted += self.refill_fn(missing)
-                continue
-            if in_flight == 0 and (len(useful) >= batch_size or submitted >= limit + failed):
+            self._stop_if_most_failed(batch_size, global_steps)
+            in_flight = self.pending_keys[partition_id] | self.running_keys[partition_id]
+            missing = self._missing(self.domains.wanted(batch_size), submitted, self.domains.count(in_flight))
+            for name, number in missing.items():
+                with self.domains.only(name):
+                    submitted[name] += self.refill_fn(number)
+            if not missing and not in_flight:  # each domain has its groups, or has spent its prompts
                 break
-            last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
+            if not missing:
+                last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
 
-        selected, snapshot, _ = self._select_prompt_uids(partition_id, useful, batch_size)
-        shortfall = batch_size - len(selected)
-        if shortfall > 0:
+        useful, spare = self._uids(*USEFUL), self._uids(*REPLACEABLE)
+        selected, snapshot, _ = self._select_prompt_uids(partition_id, useful | spare, batch_size)
+        if fillers := len(spare & set(selected)):
             logger.warning(
                 "step %d: only %d of %d groups had unequal rewards after %d prompts (max_num_gen_batches=%d); "
                 "filled with %d others, whose advantages are set to 0",
-                *(global_steps, len(selected), batch_size, submitted, self.settings.max_gen_batches, shortfall),
+                *(global_steps, len(selected) - fillers, batch_size, submitted.total()),
+                *(self.settings.max_gen_batches, fillers),
             )
-            spare = self._uids(*REPLACEABLE)
-            selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
         surplus = useful - set(selected)
         self._end(surplus, PromptEnd.SURPLUS)
         kept = (
             surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.settings.keep_surplus else set()
         )
-        if (seen := self._counts.keep_rate()) is not None:
-            self.keep_rate += _KEEP_RATE_DECAY * (max(seen, _MIN_KEEP_RATE) - self.keep_rate)
         self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
         metrics = {
-            "filter_groups/generated": float(submitted),
+            "filter_groups/generated": float(submitted.total()),
             "filter_groups/surplus": float(len(surplus)),
             "filter_groups/kept": float(len(kept)),
         }
         return self._materialize_batch(partition_id, selected, snapshot), metrics
 
+    def _missing(self, wanted: Counter[str], submitted: Counter[str], in_flight: Counter[str]) -> dict[str, int]:
+        """Return domain -> prompts that a step of the mode `sync` should submit at once; without those that need none.
+
+        They are enough to fill the domain's quota, plus one standard deviation: another wave costs a whole rollout.
+        """
+        useful, missing = self.domains.count(self._uids(*USEFUL)), {}
+        for name, quota in wanted.items():
+            rate, limit = self.domains.keep_rates[name], self.settings.max_gen_batches * quota
+            expected = useful[name] + rate * in_flight[name]
+            margin = math.sqrt(in_flight[name] * rate * (1 - rate))
+            number = math.ceil((quota + margin - expected) / max(rate, MIN_KEEP_RATE))
+            number = min(number, limit + self._of_domain[name].ends[PromptEnd.FAILED] - submitted[name])
+            if expected - margin < quota - 0.5 and number > 0 and useful[name] < quota:
+                missing[name] = number
+        return missing
+
+    def _stop_if_most_failed(self, batch_size: float, global_steps: int) -> None:
+        """Raise if too many groups failed, not counting those of a paused domain."""
+        failed = sum(
+            counts.ends[PromptEnd.FAILED] for name, counts in self._of_domain.items() if name not in self.domains.paused
+        )
+        stop_if_most_failed(failed, self._counts.seen, self.settings.max_gen_batches * batch_size, global_steps)
+
     # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
     # `sample`. All three evict the groups that `_terminal_eviction_reasons` names, and refill one by one.
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
-        self._limit = self.settings.max_gen_batches * target_count if partition_id != "val" else math.inf
-        self._spare_limit = self._limit - target_count  # the batch itself also has to be generated
+        self._target = target_count if partition_id != "val" else None
         return super().wait_for_sampleable(global_steps, partition_id, target_count)
 
     def _terminal_eviction_reasons(
@@ -229,10 +243,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if partition_id == "val":
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id, global_steps)
-        failed, spare = self._uids(PromptEnd.FAILED), self._uids(*REPLACEABLE)
-        room = max(self._spare_limit - self._replaced, 0)
-        stop_if_most_failed(self._counts.ends[PromptEnd.FAILED], self._counts.seen, self._limit, global_steps)
-        if len(spare) > room:
+        self._stop_if_most_failed(math.inf if self._target is None else self._target, global_steps)
+        failed, spare = self._uids(PromptEnd.FAILED), self._replaceable(partition_id)
+        if len(spare) < len(self._uids(*REPLACEABLE)):
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
@@ -245,115 +258,59 @@ class DapoReplayBuffer(ReplayBufferAsync):
                     ),
                 )
             self._is_spent = True
-            steps = self.prompt_global_steps[partition_id]
-            spare = set(sorted(spare, key=lambda uid: (steps[uid], uid))[:room])  # the oldest; the others are fillers
         stale = self._stale_terminal_keys(global_steps, partition_id)
-        self._end(stale & self._uids(*_USEFUL), PromptEnd.STALE)
+        self._end(stale & self._uids(*USEFUL), PromptEnd.STALE)
         return stale | self._uids(PromptEnd.STALE), spare, failed, Counter()
 
-    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: tuple) -> tuple:
-        self._replaced += len(eviction_reasons[1])
-        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+    def _replaceable(self, partition_id: str) -> set[str]:
+        """Return the equal and void groups to replace, the oldest first; the others are fillers.
 
-    def _uids(self, *ends: PromptEnd) -> set[str]:
-        return {uid for uid, group in self._groups.items() if group.end in ends}
-
-    def _end(self, uids: set[str], end: PromptEnd) -> None:
-        for uid in uids:
-            self._groups[uid].end = end
-            self._note_end(uid)
-        self._counts.ends[end] += len(uids)
-
-    def _note_end(self, uid: str) -> None:
-        self._prompt_ends[uid], self._fates[uid] = self._groups[uid].end, self._groups[uid].fates()
-
-    def _classify(self, partition_id: str, global_steps: int) -> None:
-        """Judge the groups that ended since the last call, and the age of all that wait.
-
-        In step s the servers have the weights of step s - 1, which is their version, even if a step has several
-        updates (`parameter_sync_step`).
+        A domain replaces its share of what the batch may generate beyond itself. Then it keeps fillers for what is left
+        of its quota, and replaces the rest, until the batch as a whole has generated what it may.
         """
-        self._version = global_steps - 1
-        raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
-        ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
-        groups: dict[str, list[Episode]] = {uid: [] for uid in sorted(ended)}
-        lost: dict[str, Counter[str]] = {uid: Counter() for uid in ended}
-        # If a rollout raised, the queue may hold its key without data or tag; tags are set after the data.
-        tags = self.partitions[partition_id].items()
-        rows = {text: EpisodeKey.parse(text) for text, tag in tags if tag or EpisodeKey.parse(text).uid not in raised}
-        found = {text: key for text, key in rows.items() if key.uid in ended}
-        if found:
-            data = tq.kv_batch_get(keys=[*found], partition_id=partition_id, select_fields=["extra_fields"])
-            episodes = episodes_of(found.values(), data["extra_fields"])
-            for episode in episodes:
-                lost[episode.key.uid].update(episode.lost_servers)
-                if episode.key.uid not in raised:
-                    groups[episode.key.uid].append(episode)
-        for uid, episodes in groups.items():
-            self._groups[uid] = end_group(
-                episodes,
-                metric=self.settings.filter_metric,
-                void_turn_filter=self.settings.void_turn_filter,
-                resample=self.settings.resample,
-                rng=random.Random(uid),  # the same in a resumed run
-            )
-        first_seen = groups.keys() - self.seen_before.keys()
-        for uid in groups.keys() & self.seen_before.keys():
-            if (end := self.seen_before[uid]) is not PromptEnd.OPEN:  # decided, perhaps by its rollouts' age then
-                self._groups[uid].end = end
-        excluded = {uid: dict(self._groups[uid].excluded) for uid in groups}
-        if self.settings.max_staleness is not None:
-            self._drop_too_old(first_seen)
-        for uid, episodes in groups.items():
-            if uid in first_seen:
-                self._count_group(uid, episodes, excluded[uid], uid in raised, lost[uid])
+        spare, steps = self._uids(*REPLACEABLE), self.prompt_global_steps[partition_id]
+        if self._target is None:
+            return spare
+        wanted, more = self.domains.wanted(self._target), self.settings.max_gen_batches - 1
+        room = wanted - self.domains.count(self._uids(*USEFUL))
+        replaced, replaceable = self._replaced.copy(), set()
+        for uid in sorted(spare, key=lambda uid: (steps[uid], uid)):
+            name = self.domains.of(uid)
+            if replaced[name] >= more * wanted[name]:
+                self.domains.spent |= {name} if wanted[name] else set()
+                if room[name] > 0 or replaced.total() >= more * self._target:
+                    room[name] -= 1
+                    continue
+            replaced[name] += 1
+            replaceable.add(uid)
+        return replaceable
 
-    def _drop_too_old(self, first_seen: set[str]) -> None:
-        """Drop the rollouts that are too old from all useful waiting groups; `first_seen` ones are not counted yet."""
-        for uid in sorted(self._uids(*_USEFUL)):
-            group = self._groups[uid]
-            self._counts.dropped_as_stale += group.drop_older_than(self._version - self.settings.max_staleness)
-            if (end := group.judge(lost=PromptEnd.STALE)) is PromptEnd.OPEN:
-                continue
-            if uid in first_seen:
-                group.end = end
-            else:
-                self._end({uid}, end)
-                self._counts.aged += end is not PromptEnd.STALE
-
-    def _count_group(
-        self, uid: str, episodes: list[Episode], why: dict[EpisodeKey, str], raised: bool, lost: Counter[str]
-    ) -> None:
-        """Count a group. `episodes` is empty if one raised; `why`: reasons of the excluded, without those too old."""
-        end = self._groups[uid].end
-        self._counts.ends[end] += 1
-        if end is not PromptEnd.OPEN:
-            self._note_end(uid)
-        excluded = Counter(why.values())
-        excluded[RolloutEnd.RAISED] = int(raised)
-        for total in (self._counts.seen, self._ended):
-            total += EndedCounts(len(episodes), 1, excluded, {uid} if raised else set(), lost)
-        judged = [episode for episode in episodes if why.get(episode.key) not in INFRASTRUCTURE_FAILURES]
-        self._counts.judged += judged
-        self._accs[uid] = [episode.reward.acc for episode in judged]
+    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: tuple) -> tuple:
+        self._replaced += self.domains.count(eviction_reasons[1])
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
     ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
         """Select as verl does, the oldest first, and within a step in submission order, which is the queue's order; but
-        take a filler only if no useful group is ready.
+        each domain's quota first, and a filler only if no useful group of its domain is ready.
         """
         if partition_id == "val":
             return super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
         snapshot, steps = dict(self.partitions[partition_id]), dict(self.prompt_global_steps[partition_id])
         admitted = [uid for uid in steps if uid in sampleable_keys]
         admitted.sort(key=lambda uid: (_ORDER.index(self._groups[uid].end), steps[uid]))
-        return admitted[:batch_size], snapshot, steps
+        free, within, beyond = self.domains.wanted(batch_size), [], []
+        for uid in admitted:
+            (within if free[self.domains.of(uid)] > 0 else beyond).append(uid)
+            free[self.domains.of(uid)] -= 1
+        return (within + beyond)[:batch_size], snapshot, steps
 
     def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
         super()._clear_groups(partition_id, uids)
         for uid in uids:
             self._groups.pop(uid, None)
+        self.domains.forget(uids)
 
     def _materialize_batch(
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
@@ -364,14 +321,17 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _select(self, partition_id: str, uids: list[str], snapshot: dict[str, dict]) -> None:
         """Make the groups of a batch whole, in the queue and in the sampler's snapshot of it; note the selection."""
-        useful = self._uids(*_USEFUL) & set(uids)
+        useful = self._uids(*USEFUL) & set(uids)
         self._end(useful, PromptEnd.TRAINED)
         baseline_only: set[EpisodeKey] = set()
         left_out: dict[EpisodeKey, str] = {}
         sources: list[EpisodeKey] = []
         gone: set[EpisodeKey] = set()
         for uid in uids:
-            group = self._groups.pop(uid)
+            group, counted = self._groups.pop(uid), self._counts_of(uid)
+            for counts in counted:
+                counts.taken += 1
+                counts.fillers += uid not in useful
             baseline_only |= set(group.void)
             if uid in useful:  # all rollouts of a filler have advantage 0
                 left_out |= dict.fromkeys(group.void, "in the baseline of its group, not in the loss: void_turn")
@@ -390,5 +350,6 @@ class DapoReplayBuffer(ReplayBufferAsync):
         baseline_only |= {copy for source, copy in copies.items() if source in baseline_only}
         remove(partition_id, gone, snapshot)
         chosen = set(uids)
+        self.domains.forget(chosen)
         several = any(key.row for key in map(EpisodeKey.parse, snapshot) if key.uid in chosen)
         self.selection = Selection(frozenset(uids) - useful, frozenset(baseline_only), left_out, several)

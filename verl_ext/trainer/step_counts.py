@@ -1,9 +1,10 @@
-"""Counts of what ended while a step's batches were taken, and the step's metrics.
+"""Counts of what ended while a step's batches were taken, and the step's metrics, in all and by domain.
 
 The sampler (sampler.py) counts; this module decides nothing.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ from verl_ext.episode import Episode
 from verl_ext.events import EndedCounts
 from verl_ext.outcome import EXCLUSIONS, PromptEnd
 from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.trainer.domains import Domains
 
 REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
 
@@ -26,6 +28,7 @@ class StepCounts:
     aged: int = 0  # groups that were useful when they ended, but no longer without their oldest rollouts
     dropped_as_stale: int = 0  # rollouts
     ages: list[int] = field(default_factory=list)  # in versions, of the useful rollouts that were taken
+    taken: int = 0  # groups of the batch
     filled: int = 0  # groups that were taken and had failed or stale rollouts
     fillers: int = 0  # groups that were taken and are not useful
 
@@ -36,6 +39,7 @@ class StepCounts:
         self.aged += other.aged
         self.dropped_as_stale += other.dropped_as_stale
         self.ages += other.ages
+        self.taken += other.taken
         self.filled += other.filled
         self.fillers += other.fillers
         return self
@@ -79,3 +83,30 @@ class StepCounts:
             metrics["train/truncation_rate"] = float(np.mean([each.is_truncated for each in own]))
             metrics["train/model_tokens"] = float(np.mean([each.num_model_tokens for each in own]))
         return metrics
+
+
+def domain_metrics(domains: Domains, of_domain: Mapping[str, StepCounts]) -> dict[str, float]:
+    """Return `domain/NAME/...` of a step for each domain with a weight; begin to count its prompts anew.
+
+    `share` and `run_share` are of the groups that the step's batches and all batches took, fillers included. `acc` and
+    `keep_rate` are missing if nothing ended that they are of.
+    """
+    total, run_total = sum(counts.taken for counts in of_domain.values()), domains.taken.total()
+    metrics = {}
+    for name in domains.quotas.shares():
+        counts = of_domain.get(name, StepCounts())
+        own = {
+            "share": counts.taken / max(total, 1),
+            "run_share": domains.taken[name] / max(run_total, 1),
+            "fillers": counts.fillers,
+            "submitted": domains.submitted[name],
+            "groups_failed": counts.ends[PromptEnd.FAILED],
+            "paused": name in domains.paused,
+        }
+        if counts.judged:
+            own["acc"] = np.mean([episode.reward.acc for episode in counts.judged])
+        if (keep_rate := counts.keep_rate()) is not None:
+            own["keep_rate"] = keep_rate
+        metrics |= {f"domain/{name}/{figure}": float(value) for figure, value in own.items()}
+    domains.submitted.clear()
+    return metrics

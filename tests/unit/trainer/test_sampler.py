@@ -18,6 +18,7 @@ from tests.unit.trainer.prompt_groups import (
     info,
     sampled,
 )
+from verl_ext.trainer.domains import ONLY
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_failed_groups_do_not_fill_up_a_batch_that_lacks_useful_ones(make):
 
 def test_only_the_returned_trajectories_stay_in_the_queue(make):
     queue, buffer = make([MIXED, RIGHT, SANDBOX_DOWN, RAISED, *[MIXED] * 20], batch_size=4)
-    buffer.keep_rate = 0.5  # so it asks for more than it turns out to need
+    buffer.domains.keep_rates[ONLY] = 0.5  # so it asks for more than it turns out to need
     batch, _ = buffer.sample(1, "train", 4)
     assert len(sampled(batch)) == 4
     assert len(queue.groups) > 4 + 3  # a surplus was generated
@@ -100,21 +101,21 @@ def test_prompts_are_asked_for_at_once_as_the_share_of_useful_groups_lets_expect
     make, keep_rate, max_num_gen_batches, submissions
 ):
     queue, buffer = make([MIXED] * 100, batch_size=8, max_num_gen_batches=max_num_gen_batches)
-    buffer.keep_rate = keep_rate
+    buffer.domains.keep_rates[ONLY] = keep_rate
     buffer.sample(1, "train", 8)
     assert queue.submissions == submissions
 
 
 def test_the_expected_share_of_useful_groups_follows_what_is_seen(make):
     queue, buffer = make([MIXED, WRONG, WRONG, WRONG], batch_size=2, max_num_gen_batches=2)
-    assert buffer.keep_rate == 1.0
+    assert buffer.domains.keep_rates[ONLY] == 1.0
     _, metrics = buffer.sample(1, "train", 2)
     assert metrics["filter_groups/keep_rate"] == 0.25
-    assert buffer.keep_rate == pytest.approx(0.625)  # halfway from 1 to 0.25
+    assert buffer.domains.keep_rates[ONLY] == pytest.approx(0.625)  # halfway from 1 to 0.25
 
     queue, buffer = make([WRONG] * 4, batch_size=2, max_num_gen_batches=2)
     buffer.sample(1, "train", 2)
-    assert buffer.keep_rate == pytest.approx(0.55)  # halfway from 1 to 0.1: never less than 0.1
+    assert buffer.domains.keep_rates[ONLY] == pytest.approx(0.55)  # halfway from 1 to 0.1: never less than 0.1
 
 
 def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, caplog):

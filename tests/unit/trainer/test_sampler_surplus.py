@@ -14,6 +14,7 @@ from tests.unit.trainer.prompt_groups import (
     buffer_maker,
     sampled,
 )
+from verl_ext.trainer.domains import ONLY
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_surplus_groups_wait_no_longer_than_the_staleness_option_says(make):
     assert len(queue.groups) == 4
     batch, metrics = buffer.sample(2, "train", 1)
     assert sampled(batch) == [1] and metrics["filter_groups/generated"] == 0
-    assert buffer.keep_rate == 1.0  # no group ended: nothing was learned of the share of useful ones
+    assert buffer.domains.keep_rates[ONLY] == 1.0  # no group ended: nothing was learned of the share of useful ones
     assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 0)
     assert set(queue.tags) == set(batch.keys) and buffer.num_to_submit(1) == 1
 
@@ -132,7 +133,7 @@ def test_the_log_says_what_became_of_every_prompt_group(make, caplog):
         batch, _ = buffer.sample(1, "train", 2)
         assert (sampled(batch), buffer.num_kept) == ([0, 1], 2)
         queue.kv_clear("train", batch.keys)
-        buffer.keep_rate = 1.0  # so that it asks for no more than it needs
+        buffer.domains.keep_rates[ONLY] = 1.0  # so that it asks for no more than it needs
         submit_step(queue, buffer, 2, 3)
         assert sampled(buffer.sample(2, "train", 3)[0]) == [5, 6, 8]
     first = {"trained": "2", "surplus": "2", "equal": "2", "failed": "1", "void": "1"}
