@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -9,18 +10,20 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
-from verl_ext.doctor.finding import Finding, fail, ok, warn
+from verl_ext.doctor.finding import Finding, Level, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.sandbox.client import SandboxClient
 from verl_ext.sandbox.limits import ANSWER_GRACE_S
 from verl_ext.sandbox.load import Load, load
-from verl_ext.sandbox.probe import Busy, NotWell, probe
+from verl_ext.sandbox.probe import Busy, NotWell, ping, probe
 
 CALLS_PER_RESPONSE = 2.9  # (7.82 - 2) / 2: num_turns/mean of the published run's first step
 # For all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s.
 SLOW_STEP_S = 120.0
 LAYERS_THAT_CONFINE = ("namespaces", "landlock", "seccomp")
 MAX_CLIENTS = 128
+SHORT_LEASE_S = 60.0  # a process of agent loops that is busy for a quarter of it loses its notebooks
+MAX_SESSIONS = 4000  # of one server (sandbox/server/workers.py)
 START = "Start it with python -m verl_ext.sandbox.server --port 8080 --workers N, or set SANDBOX_URL."
 QUEUE_S, ATTEMPTS = (
     inspect.signature(SandboxClient).parameters[name].default for name in ("queue_timeout_s", "max_attempts")
@@ -59,13 +62,67 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
 
 
 def check_reachable(run: Run) -> Iterator[Finding]:
-    """Check that each server executes a program, and says what isolates it."""
+    """Check that each server executes a program, says what isolates it, and has the sessions that notebooks need."""
+    are_well = True
     for url in run.get("retool.sandbox.urls", []):  # SFT has none
         if is_address(url):
-            yield _look_at(url.rstrip("/"))
+            finding = _look_at(url.rstrip("/"))
         else:
-            yield fail(f"""retool.sandbox.urls has {url!r}, expected http://HOST:PORT or https://..., without ? and #
-                -> Correct it (SANDBOX_URL of the launcher).""")
+            finding = fail(f"""retool.sandbox.urls has {url!r}, expected http://HOST:PORT or https://..., without ? and
+                # -> Correct it (SANDBOX_URL of the launcher).""")
+        are_well &= finding.level is not Level.FAIL
+        yield finding
+    if are_well and run.is_rl and "notebook" in environments(run):
+        yield from check_sessions(run)
+
+
+def environments(run: Run) -> set[str]:
+    """Return the names of the environments of a run and of its domains."""
+    entries = [
+        run.get("retool.environment"),
+        *(row.get("environment") for row in run.get("retool.domains", {}).values()),
+    ]
+    flat = [each for entry in entries for each in (entry if isinstance(entry, list) else [entry])]
+    return {str(each.get("name") if isinstance(each, dict) else each) for each in flat if each}
+
+
+def check_sessions(run: Run) -> Iterator[Finding]:
+    """Check that every response that is written at one time can have a notebook, and that none is ended meanwhile."""
+    urls = [url.rstrip("/") for url in run.get("retool.sandbox.urls")]
+    limits = [ping(url) or {} for url in urls]
+    for url, said in zip(urls, limits, strict=True):
+        if not said.get("max_sessions"):
+            why = (
+                "forbids sessions"
+                if "max_sessions" in said
+                else "reports no sessions; only this package's server has them"
+            )
+            yield fail(f"""{url} {why}, and `notebook` needs one for each response -> Start
+                python -m verl_ext.sandbox.server there, without --max-sessions 0, or set retool.environment=python.""")
+            return
+        if said["session_idle_s"] < SHORT_LEASE_S:
+            yield warn(f"""{url} ends a notebook {said["session_idle_s"]:g} s after its last call or renewal, so a
+                process that is busy for a quarter of that loses it -> Start the server with --session-idle-s 600.""")
+    wanted, allowed = responses_at_once(run), sum(said["max_sessions"] for said in limits)
+    if wanted <= allowed:
+        yield ok(f"""up to {wanted:,} responses are written at one time, and {allowed:,} notebooks may exist""")
+        return
+    each = math.ceil(wanted / len(urls))
+    start = f"Start {'each' if len(urls) > 1 else 'the'} server with --max-sessions {min(each, MAX_SESSIONS)}"
+    more = f", and {math.ceil(wanted / MAX_SESSIONS)} servers (SANDBOX_URL)" if each > MAX_SESSIONS else ""
+    wait_s = run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
+    yield warn(f"""up to {wanted:,} responses are written at one time, but {allowed:,} notebooks may exist: further ones
+        wait for at most retool.sandbox.queue_timeout_s={wait_s:g}, and then fail
+        -> {start}{more}. An idle one takes 5 MiB.""")
+
+
+def responses_at_once(run: Run) -> int:
+    """Return how many responses may be written at one time: of the batch, of those that replace its useless groups, or
+    of those that an asynchronous mode keeps ahead of it."""
+    mode = run.get("trainer.v1.trainer_mode", "sync")
+    if mode == "sync":
+        return round(run.batch * run.n * _most_batches(run))
+    return math.ceil(run.batch * run.n * (1 + run.get(f"trainer.v1.{mode}.num_warmup_batches", 0)))
 
 
 def is_address(url: Any) -> bool:
@@ -97,9 +154,12 @@ def _look_at(base: str) -> Finding:
 def calls_per_step(run: Run) -> tuple[float, float]:
     """Return (expected, at most): prompts x n x calls; at most means all calls and dynamic sampling's most batches."""
     responses, most = run.batch * run.n, run.get("retool.max_tool_calls", 1)
+    return responses * min(CALLS_PER_RESPONSE, most), responses * most * _most_batches(run)
+
+
+def _most_batches(run: Run) -> float:
     groups = run.get("algorithm.filter_groups", {})
-    batches = (groups.get("max_num_gen_batches") or 1) if groups.get("enable") else 1
-    return responses * min(CALLS_PER_RESPONSE, most), responses * most * batches
+    return (groups.get("max_num_gen_batches") or 1) if groups.get("enable") else 1
 
 
 def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:

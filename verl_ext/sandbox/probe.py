@@ -6,6 +6,7 @@ This is for one check before a run: it blocks, and needs no aiohttp.
 import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 from verl_ext.sandbox.client import authorization
 from verl_ext.sandbox.limits import CONTROL_OUTPUT, CONTROL_PROGRAM
@@ -42,7 +43,7 @@ def probe(url: str) -> list[str] | None:
         printed = answer["run_result"]["stdout"]
     except (TimeoutError, urllib.error.HTTPError) as error:
         status = getattr(error, "code", None)
-        if status in (None, 503, 504) and _layers(url) is not None:  # its ping runs a program past the queue
+        if status in (None, 503, 504) and ping(url):  # its ping runs a program past the queue
             raise Busy(f"{url} works, but is too busy to take a program") from None
         if status is None:
             raise NotWell(f"{url} did not run {CONTROL_PROGRAM} within {PING_S:g} s") from None
@@ -51,14 +52,16 @@ def probe(url: str) -> list[str] | None:
         raise NotWell(f"{url} does not run code: {getattr(error, 'reason', error)}") from None
     if printed != CONTROL_OUTPUT:
         raise NotWell(f"{url}: {CONTROL_PROGRAM} gave {printed!r}, {answer.get('message', '')}")
-    return _layers(url)
+    return (ping(url) or {}).get("layers")
 
 
-def _layers(url: str) -> list[str] | None:
-    """Return the layers that the server's ping reports; None if the server is not well, or not ours."""
+def ping(url: str) -> dict[str, Any] | None:
+    """Return what our server says of itself: `layers`, `max_sessions`, `session_idle_s`; None if it is not well, or
+    another's."""
     try:
-        return json.loads(_request(f"{url}/v1/ping")).get("layers")
-    except (OSError, ValueError, AttributeError):
+        said = json.loads(_request(f"{url}/v1/ping"))
+        return said if isinstance(said["layers"], list) else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -10,7 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.sandbox import calls_per_step, check_load, check_reachable, is_address, judge_load
+from verl_ext.doctor.sandbox import (
+    calls_per_step,
+    check_load,
+    check_reachable,
+    is_address,
+    judge_load,
+    responses_at_once,
+)
 from verl_ext.sandbox import SandboxClient, running_server
 from verl_ext.sandbox.load import Load, load
 
@@ -113,6 +120,59 @@ def test_a_server_without_isolation(make_run, told):
     with running_server(workers=1, options=("--preload", "", "--isolation", "none")) as url:
         text = told(check_reachable(with_url(make_run, url)), Level.WARN)[0]
     assert "namespaces, landlock, seccomp is off" in text
+
+
+NOTEBOOKS = [
+    ["retool.environment=notebook"],
+    ["+retool.domains.math.environment=[{name: search, corpus: c}, notebook]"],
+    ["+retool.domains.math.environment={name: notebook}"],
+]
+
+
+@pytest.mark.parametrize("overrides", NOTEBOOKS, ids=["run", "list", "section"])
+def test_notebooks_need_as_many_sessions_as_responses_are_written_at_one_time(server, make_run, told, overrides):
+    few = ["data.train_batch_size=25", "actor_rollout_ref.rollout.n=20", "algorithm.filter_groups.enable=true"]
+    few += ["algorithm.filter_groups.max_num_gen_batches=2"]
+    said = told(check_reachable(with_url(make_run, server, *few, *overrides)), Level.OK)
+    assert said[1].startswith("up to 1,000 responses are written at one time, and 1,000 notebooks may exist")
+    many = [*few, "algorithm.filter_groups.max_num_gen_batches=3"]
+    text = told(check_reachable(with_url(make_run, server, *many, *overrides)), Level.WARN)[0]
+    assert "up to 1,500 responses" in text and "queue_timeout_s=60, and then fail" in text
+    assert "-> Start the server with --max-sessions 1500. An idle one" in text
+    many = [*few, "algorithm.filter_groups.max_num_gen_batches=10"]
+    text = told(check_reachable(with_url(make_run, server, *many, *overrides)), Level.WARN)[0]
+    assert "--max-sessions 4000, and 2 servers (SANDBOX_URL)" in text
+
+
+def test_without_notebooks_no_session_is_needed(server, make_run, only_ok):
+    only_ok(check_reachable(with_url(make_run, server, "data.train_batch_size=100000")))
+
+
+def test_responses_at_one_time_of_a_mode(make_run):
+    """32 prompts x 8 responses, and in separate_async two batches more."""
+    of_mode = ["data.train_batch_size=32", "actor_rollout_ref.rollout.n=8", "algorithm.filter_groups.enable=true"]
+    of_mode += ["algorithm.filter_groups.max_num_gen_batches=5", "trainer.v1.separate_async.num_warmup_batches=2"]
+    assert responses_at_once(make_run("tiny_dapo", *of_mode, "trainer.v1.trainer_mode=sync")) == 32 * 8 * 5
+    assert responses_at_once(make_run("tiny_dapo", *of_mode, "trainer.v1.trainer_mode=separate_async")) == 32 * 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "message"),
+    [
+        (("--max-sessions", "0"), Level.FAIL, "forbids sessions, and `notebook` needs one for each response"),
+        (("--session-idle-s", "30"), Level.WARN, "ends a notebook 30 s after its last call or renewal"),
+    ],
+)
+def test_servers_that_keep_no_notebook(make_run, told, options, level, message):
+    with running_server(workers=1, options=("--preload", "", *options)) as url:
+        run = with_url(make_run, url, "retool.environment=notebook")
+        assert message in told(check_reachable(run), level)[0]
+
+
+def test_another_projects_server_has_no_sessions(make_run, told):
+    with answering(200, json.dumps({"run_result": {"stdout": "42\n"}}), ping='"pong"') as url:
+        run = with_url(make_run, url, "retool.environment=notebook")
+        assert "only this package's server has them" in told(check_reachable(run), Level.FAIL)[0]
 
 
 def test_load_of_a_real_server(server, make_run, told):
