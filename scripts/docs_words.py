@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 20,000.
+"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 21,500.
 
 Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
 generated, and docs/upstream/, which is written for verl's tracker.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 20_000
+TOTAL = 21_500
 BUDGETS = {
     "README.md": 650,
     "CONTRIBUTING.md": 550,
@@ -21,7 +21,7 @@ BUDGETS = {
     "docs/start/alternatives.md": 400,
     "docs/tutorials/train-32b.md": 1050,
     "docs/tutorials/train-one-gpu.md": 450,
-    "docs/tutorials/own-task.md": 750,
+    "docs/tutorials/own-task.md": 900,
     "docs/guides/data.md": 500,
     "docs/guides/evaluate.md": 400,
     "docs/guides/resume.md": 450,
@@ -29,6 +29,8 @@ BUDGETS = {
     "docs/guides/objectives.md": 850,
     "docs/guides/reward.md": 800,
     "docs/guides/tools.md": 450,
+    "docs/guides/environments.md": 750,
+    "docs/guides/domains.md": 500,
     "docs/guides/sandbox.md": 850,
     "docs/guides/doctor.md": 400,
     "docs/guides/monitor.md": 600,

@@ -133,3 +133,60 @@ def test_the_doctor_knows_every_setting_and_warns_of_a_template_that_ignores_too
 def test_the_page_names_the_files_of_the_example():
     for path in (*FOLDER.glob("*.py"), YAML):
         assert f"`{path.relative_to(ROOT)}`" in PAGE
+
+
+# The stateful example ------------------------------------------------------------------------------------------------
+
+STATEFUL = FOLDER / "stateful"
+PUT = '<tool_call>\n{{"name": "put", "arguments": {{"item": "{}", "count": {}}}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def baskets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("baskets")
+    subprocess.run([sys.executable, STATEFUL / "make_data.py", folder], check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("calls", "acc"),
+    [
+        ([("cheese", 9), ("bread", 10)], 1.0),
+        ([("cheese", 4), ("gold", 1), ("bread", 10), ("cheese", 5)], 1.0),
+        ([("cheese", 9)], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_the_baskets_content_is_the_score(baskets, roll_out, qwen_tokenizer, calls, acc):
+    row = pd.read_parquet(baskets / "eval.parquet").iloc[1]
+    turns = [*(PUT.format(*call) for call in calls), "Done."]
+    ids = [qwen_tokenizer.encode(turn) + [qwen_tokenizer.eos_token_id] for turn in turns]
+    prompt = {"raw_prompt": list(row.prompt), "reward_model": row.reward_model, "data_source": "basket"}
+    settings = {"environment": f"{STATEFUL}/basket.py:Basket", "protocol": "hermes", "max_tool_calls": 9}
+    episode, *_ = roll_out(qwen_tokenizer, ids, prompt=prompt, response_length=900, **settings)
+    told = qwen_tokenizer.decode(episode.row.ids)
+    assert (episode.score.acc, episode.finish_reason) == (acc, "answer")
+    assert ("ToolError: there is no item 'gold'" in told) == (("gold", 1) in calls)
+    assert ("the basket costs 66" in told) == (acc == 1.0)
+
+
+def test_the_stateful_example_has_at_most_30_lines_and_is_on_the_page():
+    code = (STATEFUL / "basket.py").read_text()
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 30
+    assert all(name in PAGE for name in ("docs/own_task/stateful/basket.py", "+task=basket"))
+
+
+def test_the_doctor_plays_the_example(baskets, tiny_tools, tmp_path):
+    from verl_ext.doctor.domains import check_domains
+    from verl_ext.doctor.run import Run
+    from verl_ext.settings import compose_run
+
+    files = [
+        f"data.{key}=[{baskets}/{name}.parquet]" for key, name in (("train_files", "rl_train"), ("val_files", "eval"))
+    ]
+    run = Run(
+        "tiny_dapo", compose_run("tiny_dapo", ["+task=basket", *files, "actor_rollout_ref.model.path=x"]), folder=ROOT
+    )
+    opened, scored = check_domains(run, tiny_tools.build_model.build_tokenizer())
+    assert "Fill the basket: 1 cheese, 1 bread." in opened.message
+    assert scored.message == "the data: the right answers of 20 rows score 1, empty ones 0"

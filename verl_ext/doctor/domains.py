@@ -1,6 +1,7 @@
 """Whether the domains of a run can be played and scored: an episode of each is opened, some answers are scored."""
 
 import asyncio
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.template import load_tools, template_kwargs
-from verl_ext.protocols.base import render
+from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
+from verl_ext.protocols.base import Call, render
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import ANY_NUMBER
 from verl_ext.settings.domains import check_sources, of_whole_run, read_domains
@@ -69,55 +71,92 @@ def check_domains(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Fi
         prompt = render(tokenizer, opening.messages, template_kwargs(run), tools=protocol.schemas(opening.tools))
         yield ok(f"{what}: an episode in {domain.environment} begins with\n{_shortened(prompt)}")
         if run.has_own_reward:
-            yield from _check_scores(run, what, rows[name][:SCORED])
+            yield from _check_scores(run, environments, what, rows[name][:SCORED])
 
 
 async def _open(environments: Any, row: Mapping[str, Any], prompt_key: str) -> Any:
     environment = environments.make()
     try:
         async with asyncio.timeout(OPEN_S):
-            return await environment.open({**row, "raw_prompt": row[prompt_key], "uid": "doctor", "session_id": 0})
+            return await environment.open(_task(row, prompt_key))
     finally:
         await environment.close()
 
 
-def _check_scores(run: Run, what: str, rows: list[tuple[str, Mapping[str, Any]]]) -> Iterator[Finding]:
-    """Check that the right answer of each row scores 1 and an empty one 0, where the verifier can write an answer."""
+def _task(row: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
+    return {**row, "raw_prompt": row[prompt_key], "uid": "doctor", "session_id": 0}
+
+
+def _check_scores(
+    run: Run, environments: Any, what: str, rows: list[tuple[str, Mapping[str, Any]]]
+) -> Iterator[Finding]:
+    """Check that what is right for a row scores 1, and nothing at all 0: by the environment, or else the verifier."""
     from verl_ext.reward.verifiers import Verifiers, entries_of
 
     verifiers = Verifiers(run.config, entries_of(run.config))
-    wrong, tried = [], 0
+    wrong: list[str] = []
+    tried = 0
 
     async def score() -> None:
         nonlocal tried
         for where, row in rows:
-            verifier = verifiers.find(str(row.get("data_source") or ""), str(row.get("ability") or ""))
-            truth = (row.get("reward_model") or {}).get("ground_truth")
-            gold = (row.get("extra_info") or {}).get("gold_response")
-            if gold is None and hasattr(verifier, "gold"):
-                gold = verifier.gold(truth)
-            if gold is None:
-                continue
-            tried += 1
-            sample = {**row, "raw_prompt": row.get(run.text_column)}
-            for text, expected in ((gold, 1.0), ("", 0.0)):
-                found = await verifier.verify(text, truth, sample)
-                if found.acc != expected:
-                    wrong.append(f"{where}: {text!r:.80} scores {found.acc} ({found.verdict}), expected {expected:g}")
+            expected = {"right": 1.0, "empty": 0.0}
+            found = await _by_environment(environments, _task(row, run.text_column))
+            found = found or await _by_verifier(verifiers, row, run.text_column)
+            tried += "right" in found
+            wrong.extend(
+                f"{where}: the {kind} answer scores {acc}, expected {expected[kind]:g}"
+                for kind, acc in found.items()
+                if acc != expected[kind]
+            )
 
     try:
         asyncio.run(score())
-    except Exception as error:  # of a verifier
-        yield fail(f"{what}: a verifier raised {type(error).__name__}: {error} -> Correct the row or the verifier.")
+    except Exception as error:  # of a verifier or an environment
+        yield fail(f"{what}: scoring raised {type(error).__name__}: {error} -> Correct the row or what scores it.")
         return
     if wrong:
-        yield warn(f"""{what}: of the right and the empty answers of {tried} rows, {len(wrong)} are scored wrongly
+        yield warn(f"""{what}: of the right and the empty answers of {len(rows)} rows, {len(wrong)} are scored wrongly
             ({wrong[0]}) -> Correct the ground truths, or choose another verifier for the domain.""")
     elif tried:
         yield ok(f"{what}: the right answers of {tried} rows score 1, empty ones 0")
     else:
-        yield ok(f"""{what}: no right answers were tried, because its verifier cannot write one and the rows have no
-            extra_info.gold_response""")
+        yield ok(f"""{what}: empty answers of {len(rows)} rows score 0; no right ones were tried, because the rows have
+            neither extra_info.gold_response nor extra_info.gold_calls""")
+
+
+async def _by_environment(environments: Any, task: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return what an environment scores for the row's `extra_info.gold_calls` (JSON: a list of name and arguments), if
+    there are any, and for no call; nothing if it leaves the score to a verifier."""
+    calls = json.loads((task.get("extra_info") or {}).get("gold_calls") or "[]")
+    found = {}
+    for kind in ("right", "empty") if calls else ("empty",):
+        environment = environments.make()
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await environment.open(task)
+                for call in calls if kind == "right" else ():
+                    await environment.call(Call(call["name"], call["arguments"], 0))
+                episode = Episode(EpisodeKey("doctor", 0), rows=[TokenRow()], use=ToolUse(), finish_reason="answer")
+                score = await environment.score(episode)
+        finally:
+            await environment.close()
+        if score is None:
+            return {}
+        found[kind] = score.acc
+    return found
+
+
+async def _by_verifier(verifiers: Any, row: Mapping[str, Any], prompt_key: str) -> dict[str, float | None]:
+    """Return what the verifier scores for an empty answer and, if one is known, for a right answer."""
+    verifier = verifiers.find(str(row.get("data_source") or ""), str(row.get("ability") or ""))
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    gold = (row.get("extra_info") or {}).get("gold_response")
+    if gold is None and hasattr(verifier, "gold"):
+        gold = verifier.gold(truth)
+    texts = {"right": gold, "empty": ""} if gold is not None else {"empty": ""}
+    sample = {**row, "raw_prompt": row.get(prompt_key)}
+    return {kind: (await verifier.verify(text, truth, sample)).acc for kind, text in texts.items()}
 
 
 def _rows(run: Run, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -4,7 +4,7 @@ An entry is a name of BUILT_IN, `FILE.py:NAME` or `package.module:NAME` of a cla
 with that as `name` and the settings of the class next to it; or a list of entries, whose tools an episode has together:
 
     retool:
-      environment: [python, {name: search, corpus: corpus.jsonl}]
+      environment: [notebook, {name: search, corpus: corpus.jsonl}]
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from verl_ext.settings.objects import load_object
 BUILT_IN: dict[str, str] = {
     "search": "verl_ext.environments.search:Search",
 }
-OF_SANDBOX = ("python",)  # is ToolEnvironment
+OF_SANDBOX = ("python", "notebook")  # both are ToolEnvironment, with one interpreter or the other
 
 
 class Environments:
@@ -34,7 +34,7 @@ class Environments:
     Args:
         entry: see the module's docstring.
         config: the run's.
-        tools: of the run's tool YAML and file of functions (`toolbox.load_tools`), which `python` has.
+        tools: of the run's tool YAML and file of functions (`toolbox.load_tools`), which `python` and `notebook` have.
     Attributes:
         schemas: name -> schema of the tools that an episode may have.
     Raises:
@@ -115,7 +115,7 @@ def _maker(entry: Any, config: Any, tools: Sequence[Any]) -> tuple[Any, dict[str
         if settings:
             raise ValueError(f"retool.environment: {name} has no settings of its own, got {sorted(settings)}.")
         toolbox = Toolbox(config.retool, tools)
-        return toolbox.environment, toolbox.schemas
+        return partial(toolbox.environment, has_state=name == "notebook"), toolbox.schemas
     kind = _load(str(name))
     try:
         inspect.signature(kind).bind(config, **settings)

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from verl_ext.environments.shared_client import shared_client
+from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.episode import CallResult
 from verl_ext.protocols.base import Call, format_output
 from verl_ext.sandbox.result import RunResult
@@ -19,17 +20,22 @@ class Interpreter:
 
     def __init__(self, settings: Any):
         self.sandbox, self.traceback = shared_client(settings.sandbox), settings.traceback
+        self._checked: set[str] = set()
         self.options = {  # of a run of the sandbox
             "timeout_s": settings.sandbox.timeout_s,
             "memory_limit_mb": settings.sandbox.memory_limit_mb,
             "echo_last_expression": settings.sandbox.echo_last_expression,
         }
 
-    async def run(self, call: Call) -> CallResult:
-        """Run the code of one call, which fails only if the sandbox does."""
+    async def run(self, call: Call, setup: str = "") -> CallResult:
+        """Run the code of one call, which fails only if the sandbox does.
+
+        Args:
+            setup: a program that runs before it.
+        """
         if not isinstance(code := call.arguments.get("code"), str):  # by a schema of the user's
             return CallResult(f"ToolError: {call.tool} needs the argument 'code', a string", error="ToolError")
-        result = await self._execute(code)
+        result = await self._execute(code, setup)
         if result.status == "sandbox_failure":
             return CallResult("", failure=result.message, attempts=result.attempts)
         stderr = result.error_text(self.options["timeout_s"])
@@ -46,8 +52,30 @@ class Interpreter:
             exit_code=result.return_code,
         )
 
-    async def _execute(self, code: str) -> RunResult:
-        return await self.sandbox.run(code, **self.options)
+    async def check(self, setup: str) -> None:
+        """Check that a program which is to run before others runs by itself; once for all episodes with it.
+
+        Raises:
+            ValueError: it fails.
+            ToolUnavailable: the sandbox does.
+        """
+        if not setup or setup in self._checked:
+            return
+        result = await self.sandbox.run(setup, **self.options)
+        if result.status == "sandbox_failure":
+            raise ToolUnavailable(result.message)
+        require_setup(result)
+        self._checked.add(setup)
+
+    async def _execute(self, code: str, setup: str) -> RunResult:
+        return await self.sandbox.run(f"exec({setup!r})\n{code}" if setup else code, **self.options)
+
+
+def require_setup(result: RunResult) -> None:
+    """Raise ValueError unless a row's setup ended well."""
+    if result.status != "ok" or result.session_ended:
+        lines = [result.status, *result.stderr.strip().splitlines()[-1:]]
+        raise ValueError(f"extra_info.setup_code of the row fails in the sandbox: {': '.join(lines)}. Correct the row.")
 
 
 def error_of(result: RunResult) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from verl_ext.environments.interpreter import Interpreter, error_of
+from verl_ext.environments.interpreter import Interpreter, error_of, require_setup
 from verl_ext.episode import CallResult
 from verl_ext.protocols.base import Call
 from verl_ext.sandbox.result import RunResult
@@ -63,7 +63,7 @@ class Notebook(Interpreter):
         self._failure: str | None = None  # why no call can run any more
         self._running: asyncio.Task | None = None
 
-    async def run(self, call: Call) -> CallResult:
+    async def run(self, call: Call, setup: str = "") -> CallResult:
         """Run one call after those that came before it; `queue_s` includes the wait for them.
 
         After a call that failed because of the infrastructure, or was cancelled, all others fail for the same reason.
@@ -73,7 +73,7 @@ class Notebook(Interpreter):
             waited_s, replays = time.monotonic() - arrived, self.replays
             if self._failure:
                 return CallResult("", failure=self._failure, queue_s=waited_s, attempts=0)
-            self._running = asyncio.create_task(super().run(call))
+            self._running = asyncio.create_task(super().run(call, setup))
             try:
                 result = await self._running
             except asyncio.CancelledError:
@@ -96,7 +96,18 @@ class Notebook(Interpreter):
         self._cells.clear()
         await self.sandbox.end_session(self._session_id)
 
-    async def _execute(self, code: str) -> RunResult:
+    async def check(self, setup: str) -> None:
+        """Leave it to the first call, which would have to run it again."""
+
+    async def _execute(self, code: str, setup: str) -> RunResult:
+        if setup and not self._cells:  # also after a restart
+            begun = await self._run_next(setup)
+            if begun.status == "sandbox_failure":
+                return begun
+            require_setup(begun)
+        return await self._run_next(code)
+
+    async def _run_next(self, code: str) -> RunResult:
         """Run a cell; if its session is lost, replay it once and run the cell again.
 
         A program that was lost with its worker, while the sandbox was well, may have done it itself. So what follows is

@@ -18,6 +18,7 @@ from verl.tools.tool_registry import load_all_tools
 
 from verl_ext.environments.base import REMEDY, Environment, Opening, unknown_argument
 from verl_ext.environments.interpreter import Interpreter
+from verl_ext.environments.notebook import Notebook
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.episode import CallResult
 from verl_ext.outcome import Fault
@@ -40,14 +41,14 @@ class Toolbox:
     """
 
     def __init__(self, settings: Any, tools: Sequence[BaseTool | FunctionTool] = ()):
-        self.interpreter = Interpreter(settings)
+        self._settings, self.interpreter = settings, Interpreter(settings)
         self.timeout_s = settings.sandbox.timeout_s + settings.sandbox.queue_timeout_s  # of a call of another tool
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = schemas_of(tools)
 
-    def environment(self) -> "ToolEnvironment":
-        """Return the environment of one episode, which shares the interpreter with all others."""
-        return ToolEnvironment(self, self.interpreter)
+    def environment(self, *, has_state: bool = False) -> "ToolEnvironment":
+        """Return the environment of one episode, with a notebook of its own if it is to have a state."""
+        return ToolEnvironment(self, Notebook(self._settings) if has_state else self.interpreter)
 
 
 class ToolEnvironment(Environment):
@@ -65,10 +66,13 @@ class ToolEnvironment(Environment):
         self._instances: dict[str, str] = {}  # name of a BaseTool -> its instance
         self._busy: dict[str, asyncio.Lock] = {}  # an instance runs the calls of a turn one after the other
         self._agent: AgentData | None = None
+        self._setup = ""
 
     async def open(self, task: Mapping[str, Any]) -> Opening:
         """Begin the episode, and create the instances of its tools; see `Environment.open`."""
-        names = (task.get("extra_info") or {}).get("tool_selection")
+        info = task.get("extra_info") or {}
+        names, self._setup = info.get("tool_selection"), info.get("setup_code") or ""
+        await self._interpreter.check(self._setup)
         messages, settings = list(task["raw_prompt"]), task.get("tools_kwargs") or {}
         self._agent = AgentData(messages, [], [], None, None, {}, str(task.get("uid", "")), settings)
         for name, tool in self._tools.items():
@@ -93,7 +97,7 @@ class ToolEnvironment(Environment):
             Exception: a bug of a tool, with a note that names it, or a request that the sandbox refuses as such.
         """
         if call.tool == CODE_TOOL:
-            return await self._interpreter.run(call)
+            return await self._interpreter.run(call, self._setup)
         if told := unknown_argument(call, self._schemas[call.tool]):
             return told
         started, tried = time.perf_counter(), list[int]()

@@ -74,7 +74,7 @@ def test_each_domain_has_its_environment_and_verifier(look, tmp_path):
 
 def test_a_right_answer_that_scores_nothing_is_a_warning_and_a_broken_row_a_failure(look):
     (_, scores) = look([row("mine", "2", gold_response="\\boxed{3}"), row("mine", "4")])
-    assert scores.level == Level.WARN and "scores 0.0 (wrong), expected 1" in scores.message
+    assert scores.level == Level.WARN and "the right answer scores 0.0, expected 1" in scores.message
     (_, scores) = look([row("a", "not a letter")], {"a": {"verifier": "multiple_choice"}})
     assert scores.level == Level.FAIL and "expected one letter" in scores.message
 

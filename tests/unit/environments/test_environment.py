@@ -311,7 +311,7 @@ def test_settings_stand_next_to_the_name_and_a_list_joins_the_tools(stack):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("no_such", "Expected one of python"),
+        ("no_such", "Expected one of python, notebook"),
         ("verl_ext.environments.base:Opening", "expected a class derived from"),
         ({"name": "STACK", "height": 1}, "got the settings {'height': 1}"),
         (["STACK", "STACK"], "two tools with the name 'push'"),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.sandbox.server_process import Server, wait_for_program
 from tests.unit.sandbox.test_exclusion_for_sale import PRELUDE, PROGRAMS
@@ -19,6 +19,7 @@ from tests.unit.sandbox.test_server import read_metrics
 from verl_ext.environments import notebook as notebook_module
 from verl_ext.environments.interpreter import RESTARTED
 from verl_ext.environments.notebook import Notebook
+from verl_ext.environments.toolbox import Toolbox
 from verl_ext.episode import CallResult
 from verl_ext.protocols.base import CODE_TOOL, Call
 
@@ -68,15 +69,19 @@ def mortal() -> Iterator[Restarted]:
         server.stop()
 
 
+def settings_for(server: Server, *, traceback: str = "full", **settings: object) -> DictConfig:
+    sandbox = {"urls": [server.url], "timeout_s": 5, "memory_limit_mb": 256, "queue_timeout_s": 5}
+    sandbox |= {"echo_last_expression": False} | settings
+    return OmegaConf.create({"sandbox": sandbox, "traceback": traceback})
+
+
 @pytest.fixture
 async def make() -> AsyncIterator[Make]:
     """Makes notebooks on a server, closes them and the client that they share."""
     made = []
 
-    def make_one(server: Server, *, traceback: str = "full", **settings: object) -> Notebook:
-        sandbox = {"urls": [server.url], "timeout_s": 5, "memory_limit_mb": 256, "queue_timeout_s": 5}
-        sandbox |= {"echo_last_expression": False} | settings
-        made.append(Notebook(OmegaConf.create({"sandbox": sandbox, "traceback": traceback})))
+    def make_one(server: Server, **settings: object) -> Notebook:
+        made.append(Notebook(settings_for(server, **settings)))
         return made[-1]
 
     yield make_one
@@ -295,3 +300,54 @@ async def test_no_known_way_to_break_a_sandbox_buys_an_exclusion(server, make):
 
     found = dict(zip(PROGRAMS, await asyncio.gather(*map(try_out, PROGRAMS.values())), strict=True))
     assert {name: each.failure for name, ran in found.items() for each in ran if each.failure} == {}
+
+
+# In an episode ------------------------------------------------------------------------------------------------------
+
+DRAW = """
+def draw(_numbers=iter([7, 5]), _programs=set()):
+    import sys
+    program = sys._getframe(1).f_code
+    if program in _programs:
+        raise RuntimeError("one draw per call")
+    _programs.add(program)
+    return next(_numbers)
+"""
+
+
+@pytest.fixture
+def play(server: Server):
+    """Run programs in an episode of the sandbox; returns what the model reads."""
+
+    async def run(has_state: bool, setup: str, *codes: str) -> list[str]:
+        toolbox = Toolbox(settings_for(server))
+        environment = toolbox.environment(has_state=has_state)
+        try:
+            await environment.open({"raw_prompt": [], "extra_info": {"setup_code": setup}})
+            return [(await environment.call(Call(CODE_TOOL, {"code": code}, 0))).output for code in codes]
+        finally:
+            await environment.close()
+            await toolbox.interpreter.sandbox.aclose()
+
+    return run
+
+
+async def test_only_a_notebook_can_draw_twice(play):
+    codes = ("a = draw()", "print(a + draw())", "print(draw() + draw())")
+    assert await play(True, DRAW, *codes[:2]) == ["(no output)", "12"]
+    (told,) = await play(True, DRAW, codes[2])
+    assert told.endswith("RuntimeError: one draw per call")
+    told = await play(False, DRAW, *codes)
+    assert told[0] == "(no output)" and told[1].endswith("NameError: name 'a' is not defined")
+    assert told[2].endswith("RuntimeError: one draw per call")
+
+
+async def test_the_setup_runs_again_after_the_notebook_was_restarted(play):
+    told = await play(True, DRAW, "print(draw())", "import os\nos._exit(3)", "print(draw())")
+    assert told[::2] == ["7", "7"] and RESTARTED in told[1]
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+async def test_a_setup_that_fails_is_an_error_of_the_row(play, has_state):
+    with pytest.raises(ValueError, match="setup_code of the row fails in the sandbox: .*no_such"):
+        await play(has_state, "import no_such", "print(1)")
