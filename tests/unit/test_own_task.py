@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def verify(config, monkeypatch):
     """Score a response by the verifier that the run's settings choose for data of the shop."""
     from verl_ext.reward.verifiers import Verifiers, verify_response
 
-    monkeypatch.syspath_prepend(FOLDER)  # the PYTHONPATH of the page
+    monkeypatch.chdir(ROOT)
     verifier = Verifiers({}, config.reward.reward_kwargs.verifiers).find("shop", "")
     assert type(verifier).__name__ == "BillVerifier"
     return lambda response, truth: asyncio.run(verify_response(verifier, response, truth, {}))
@@ -120,8 +119,7 @@ def test_the_doctor_knows_every_setting_and_warns_of_a_template_that_ignores_too
     command = [sys.executable, "-m", "verl_ext.doctor", "--json", "--config-name", "tiny_dapo", "+task=shop"]
     command += [f"data.{which}_files={data}/{file}.parquet" for which, file in (("train", "rl_train"), ("val", "eval"))]
     command += [f"actor_rollout_ref.model.path={tmp_path}", "retool.sandbox.urls=[http://127.0.0.1:9]"]
-    environment = os.environ | {"PYTHONPATH": str(FOLDER)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     findings = json.loads(result.stdout)["findings"]
     assert {finding["topic"] for finding in findings if finding["level"] == "FAIL"} == {"sandbox"}
     quoted = "the chat template leaves out the tools"
