@@ -1,9 +1,13 @@
 """Requests to OpenAI-compatible servers (vLLM, SGLang, ...) by the `openai` package's client, which also retries them.
 
-The judge (verifiers/judge.py) and the evaluation of a server (rollout/servers.py) decide what a failure means.
+The judge (verifiers/judge.py), the simulated user (environments/user.py) and the evaluation of a server
+(rollout/servers.py) decide what a failure means.
 """
 
 import asyncio
+from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 
@@ -37,6 +41,7 @@ class OpenAiEndpoint:
         self.url, self._api_key = url.rstrip("/"), api_key
         self._timeout_s, self._max_attempts = timeout_s, max_attempts
         self._client: Any = None
+        self._first_model = ""
 
     async def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the server's JSON for a GET, or for a POST of `body`; a text if it answers with something else.
@@ -61,6 +66,28 @@ class OpenAiEndpoint:
             raise RequestFailed(f"{type(error.__cause__).__name__}: {error.__cause__}") from error
         except ValueError as error:  # the answer claims to be JSON and is not
             return getattr(error, "doc", str(error))
+
+    async def chat(self, model: str, messages: Sequence[dict[str, str]], **options: Any) -> str:
+        """Return what a model says next in a conversation.
+
+        Args:
+            model: as the server names it; "" takes the first of its `/models`.
+            options: further fields of the request, such as `temperature` and `max_tokens`.
+        Raises:
+            RequestFailed: also for an answer without that text.
+        """
+        if not model:
+            model = self._first_model = self._first_model or await self._member("/models", None, "data", 0, "id")
+        body = {"model": model, "messages": list(messages), **options}
+        return await self._member("/chat/completions", body, "choices", 0, "message", "content")
+
+    async def _member(self, path: str, body: dict[str, Any] | None, *member: str | int) -> str:
+        answer = await self.request(path, body)
+        try:
+            return reduce(getitem, member, answer) or ""
+        except (KeyError, IndexError, TypeError) as error:
+            expected = ".".join(map(str, member))
+            raise RequestFailed(f"expected {expected} in the answer, got {str(answer)[:200]!r}") from error
 
     def _connect(self) -> Any:
         import httpx

@@ -8,8 +8,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
@@ -118,32 +116,16 @@ class JudgeVerifier:
         await self._endpoint.aclose()
 
     async def _ask(self, prompt: str) -> str:
-        async with self._slots:
-            if not self._model:
-                self._model = await self._request("/models", None, "data", 0, "id")
-            body = {
-                "model": self._model,
-                "messages": [{"role": "user", "content": prompt}],
-                "temperature": 0.0,
-                "max_tokens": self._max_tokens,
-            }
-            return await self._request("/chat/completions", body, "choices", 0, "message", "content")
-
-    async def _request(self, path: str, body: dict | None, *member: str | int) -> str:
-        """Return a member of the server's JSON; raise _InfrastructureFailure once all attempts have failed."""
-        url = self._endpoint.url + path
+        """Return the judge's answer; raise _InfrastructureFailure once all attempts have failed."""
+        messages = [{"role": "user", "content": prompt}]
         try:
-            answer = await self._endpoint.request(path, body)
+            async with self._slots:
+                return await self._endpoint.chat(self._model, messages, temperature=0.0, max_tokens=self._max_tokens)
         except RequestFailed as error:
             if error.is_refusal and error.status not in REFUSED:
-                raise ValueError(f"{url} rejected the request with {error}") from error
+                raise ValueError(f"{self._endpoint.url} rejected the request with {error}") from error
             seen = f"refused the request: {error}" if error.is_refusal else error
-            raise _InfrastructureFailure(f"{url} {seen}") from error
-        try:
-            return reduce(getitem, member, answer) or ""
-        except (KeyError, IndexError, TypeError) as error:
-            expected = ".".join(map(str, member))
-            raise _InfrastructureFailure(f"expected {expected} in the answer, got {str(answer)[:200]!r}") from error
+            raise _InfrastructureFailure(f"{self._endpoint.url} {seen}") from error
 
 
 class _InfrastructureFailure(Exception):
