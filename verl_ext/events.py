@@ -83,11 +83,18 @@ class Started:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Prompts are handed to the agent loops. `prompts`: uid -> problem; `sizes`: rollouts of each."""
+    """Prompts are handed to the agent loops.
+
+    Attributes:
+        prompts: uid -> problem.
+        sizes: rollouts of each.
+        domains: uid -> domain; empty if the run has no table of domains.
+    """
 
     step: int
     prompts: Mapping[str, str]
     sizes: Sequence[int]
+    domains: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

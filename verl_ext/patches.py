@@ -227,7 +227,7 @@ TABLE: dict[str, list[Patch]] = {
     ],
     "verl_ext/trainer/run_trainer.py": [
         overridden(f"{TRAINER}.init", "starts the recorder first", "ee947d60"),
-        overridden(f"{TRAINER}._init_dataloader", "checks all prompts", "1b423783"),
+        overridden(f"{TRAINER}._init_dataloader", "checks all prompts; another loader", "1b423783"),
         overridden(f"{TRAINER}._setup", "watches the servers", "e7109b4b"),
         overridden(f"{SEPARATE}._setup", "watches the servers", "688d42bd"),
         overridden(f"{TRAINER}.get_llm_client", "returns our clients", "ca1704d9"),
@@ -239,7 +239,8 @@ TABLE: dict[str, list[Patch]] = {
         overridden(f"{TRAINER}.step", "tells observers what ended", "c2f78564"),
         overridden(f"{TRAINER}._compute_metrics", "share of cut responses", "46175d3c"),
         overridden(f"{TRAINER}._add_batch_to_generate", "fewer prompts if groups wait", "844dc594"),
-        overridden(f"{TRAINER}._submit_batch_to_rollout", "adaptive n, ledger", "d0c01b7a"),
+        overridden(f"{TRAINER}._fetch_one_gen_batch", "tells the loader a prompt's name", "e2d9c330"),
+        overridden(f"{TRAINER}._submit_batch_to_rollout", "n of adaptive n or a domain, ledger", "d0c01b7a"),
         instance(f"{TRAINER}.checkpoint_callback", "tells observers of a checkpoint", "43683cd7"),
         instance(f"{TRAINER}.timing_raw", "keeps when each timer ran", "53232bc7"),
     ],

@@ -34,6 +34,7 @@ class Tally:
         in_queue: prompts in the queue by its own count at the newest record.
         problems: problem -> times drawn.
         sizes: uid -> rollouts that were submitted for it; only for prompts whose number is known.
+        domains: uid -> domain, of the prompts of a run with a table of domains.
         fates: uid -> `outcome.RolloutFate`, with why -> rollouts, of prompts that ended.
         retries: server -> requests that were lost with it and continued elsewhere; only of rollouts that ended and did
             not raise.
@@ -49,6 +50,7 @@ class Tally:
     step: int = 0
     problems: Counter = field(default_factory=Counter)
     sizes: dict[str, int] = field(default_factory=dict)
+    domains: dict[str, str] = field(default_factory=dict)
     fates: dict[str, Mapping[str, int]] = field(default_factory=dict)
     retries: Counter = field(default_factory=Counter)
 
@@ -63,6 +65,7 @@ class Tally:
             self.ends.setdefault(uid, PromptEnd.OPEN)
             self.problems[problem] += 1
         self.sizes |= {uid: int(size) for size, uids in record.get("sizes", {}).items() for uid in uids}
+        self.domains |= {uid: name for name, uids in record.get("domains", {}).items() for uid in uids}
         for uid, name in record["ends"].items():
             end, before = PromptEnd(name), self.ends.get(uid)
             if before is not PromptEnd.OPEN and not (before is PromptEnd.SURPLUS and end in _AFTER_SURPLUS):
@@ -116,6 +119,13 @@ class Tally:
             if (RolloutFate.TRAINED in fates) != (self.ends.get(uid) is PromptEnd.TRAINED)
         ]
 
+    def ends_by_domain(self) -> dict[str, Counter[str]]:
+        """Return domain -> `outcome.PromptEnd` -> prompts; empty for a run without a table of domains."""
+        counts: dict[str, Counter[str]] = {}
+        for uid, name in self.domains.items():
+            counts.setdefault(name, Counter())[self.ends.get(uid, "lost")] += 1
+        return counts
+
     def rollouts(self) -> Counter[str]:
         """Return `outcome.RolloutFate`, with why -> rollouts; and under OPEN the rollouts of open prompts."""
         counts = Counter({str(PromptEnd.OPEN): sum(self.sizes.get(uid, 0) for uid in self.open)})
@@ -130,6 +140,7 @@ class Tally:
         times = ", ".join(f"{n} drawn {times}x" for times, n in sorted(Counter(self.problems.values()).items()))
         lines = [f"{name:<10}{number:>10,}" for name, number in rows]
         lines += [f"problems: {times or 'none'}"]
+        lines += [f"{name}: {_listed(counts)}" for name, counts in self.ends_by_domain().items()]
         lines += [f"rollouts: {_listed(self.rollouts())}"] * bool(self.fates)
         lines += [f"requests that lost their server: {_listed(self.retries)}"] * bool(self.retries)
         return "\n".join([f"prompts up to step {self.step}", *lines])
@@ -146,6 +157,7 @@ class PromptLedger(Observer):
         self._journal = StepJournal(folder / FILE)
         self._drawn: dict[str, str] = {}
         self._sizes: dict[int, list[str]] = {}
+        self._domains: dict[str, list[str]] = {}
 
     def resume(self, step: int, in_queue: set[str]) -> dict[str, PromptEnd]:
         """Forget what came after `step`, and compare what is open with the queue that the checkpoint restored.
@@ -170,6 +182,8 @@ class PromptLedger(Observer):
         self._drawn |= event.prompts
         for uid, size in zip(event.prompts, event.sizes, strict=True):
             self._sizes.setdefault(size, []).append(uid)
+        for uid, name in event.domains.items():
+            self._domains.setdefault(name, []).append(uid)
 
     def on_ended(self, event: Ended) -> None:
         self._journal.append(
@@ -182,8 +196,9 @@ class PromptLedger(Observer):
             fates=dict(event.fates),
             retries=dict(event.counts.lost),
             raised=sorted(event.counts.raised),
+            **({"domains": self._domains} if self._domains else {}),
         )
-        self._drawn, self._sizes = {}, {}
+        self._drawn, self._sizes, self._domains = {}, {}, {}
 
 
 def read_tally(folder: Path) -> Tally:

@@ -3,7 +3,7 @@
 `sampler.py` takes batches from `queue.py`, and logs `step_counts.py`. Its part `ended_groups.py` judges what came back
 by `group_rules.py`; `exclusions.py` watches what they leave out.
 `domains.py` divides prompts and batches among domains; `loader.py` draws the prompts, and `curriculum.py` leaves some
-out.
+out; `run_domains.py` makes them from a run's config.
 `run_trainer.py`, with `run_updates.py` and `run_validation.py`, tells observers of events (verl_ext/events.py), and
 calls the options that `run_options.py` makes: `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`;
 `repeatable.py` removes chance.

@@ -22,6 +22,15 @@ def prompts_in_queue() -> set[str]:
     return {key for key, tag in _tags().items() if tag.get("is_prompt")}
 
 
+def sources_in_queue() -> dict[str, str]:
+    """Return the `data_source` of each of these prompts, which the asynchronous modes keep with them."""
+    uids = sorted(prompts_in_queue())
+    if not uids:
+        return {}
+    data = tq.kv_batch_get(keys=uids, partition_id=PARTITION, select_fields=["data_source"])
+    return dict(zip(uids, (getattr(value, "data", value) for value in data["data_source"]), strict=True))
+
+
 def real_keys(batch: KVBatchMeta) -> dict[str, EpisodeKey]:
     """Return verl's spelling -> key of a batch's rows without verl's padding, the rows of an episode in their order."""
     tagged = zip(batch.keys, batch.tags, strict=True)

@@ -13,9 +13,19 @@ from verl_ext.events import Observer
 from verl_ext.fleet.modes import getter, in_sentences
 from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.runs.journal import StepJournal
-from verl_ext.settings import AdaptiveN, EarlyStop, HealthSettings, LightValidation, Retool, ValidationSchedule
+from verl_ext.settings import (
+    AdaptiveN,
+    Curriculum,
+    Domain,
+    EarlyStop,
+    HealthSettings,
+    LightValidation,
+    Retool,
+    ValidationSchedule,
+)
 from verl_ext.settings.cautions import cautions
 from verl_ext.settings.checks import check, read_settings
+from verl_ext.settings.domains import read_domains
 from verl_ext.settings.objects import load_object
 from verl_ext.trainer.adaptive_n import AdaptiveSampling
 from verl_ext.trainer.advantages import OF_GROUPS
@@ -56,6 +66,8 @@ class Options:
     """The options that are on; None: off.
 
     Attributes:
+        domains: the table `retool.domains`.
+        curriculum: chooses which problems come again.
         sampling: chooses the number of responses of each prompt.
         plan: chooses when to validate, and on how much.
         watch: says when the run should end.
@@ -63,11 +75,18 @@ class Options:
         observers: those of them that listen, and the watch of exclusions.
     """
 
+    domains: dict[str, Domain] = field(default_factory=dict)
+    curriculum: Curriculum | None = None
     sampling: AdaptiveSampling | None = None
     plan: ValidationPlan | None = None
     watch: EarlyStopWatch | None = None
     ledger: PromptLedger | None = None
     observers: list[Observer] = field(default_factory=list)
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Return domain -> responses per prompt, of the domains with a number of their own."""
+        return {name: domain.n for name, domain in self.domains.items() if domain.n is not None}
 
 
 def make_options(config: DictConfig, sampler: Any, other: str, updates_per_step: Callable[[], int]) -> Options:
@@ -79,7 +98,8 @@ def make_options(config: DictConfig, sampler: Any, other: str, updates_per_step:
     Raises:
         ValueError: as `check_run`.
     """
-    options, folder = Options(), Path(config.trainer.default_local_dir)
+    options, folder = Options(read_domains(config)), Path(config.trainer.default_local_dir)
+    options.curriculum = read_settings(config, "curriculum", Curriculum)
     if sampler:
         reward_model = config.reward.reward_model
         if reward_model.enable and not reward_model.enable_resource_pool:
@@ -94,9 +114,10 @@ def make_options(config: DictConfig, sampler: Any, other: str, updates_per_step:
             f"retool.fleet.health needs a sampler that looks at servers while it waits; got {other}. {SAMPLER}"
         )
     if adaptive_n := read_settings(config, "adaptive_n", AdaptiveN):
-        _check_adaptive_n(config, sampler, other, updates_per_step())
+        _check_group_sizes("retool.adaptive_n", config, sampler, other, updates_per_step())
         options.sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
         options.observers.append(options.sampling)
+    _check_domains(options, config, sampler, other, updates_per_step())
     schedule = read_settings(config, "validation_schedule", ValidationSchedule)
     light = read_settings(config, "light_validation", LightValidation)
     early_stop = read_settings(config, "early_stop", EarlyStop)
@@ -113,15 +134,37 @@ def make_options(config: DictConfig, sampler: Any, other: str, updates_per_step:
     return options
 
 
-def _check_adaptive_n(config: DictConfig, sampler: Any, other: str, updates: int) -> None:
+def _check_domains(options: Options, config: DictConfig, sampler: Any, other: str, updates: int) -> None:
+    """Refuse a table of domains or a curriculum that the rest of the run cannot have."""
+    if (options.domains or options.curriculum) and not sampler:
+        raise ValueError(
+            f"retool.domains and retool.curriculum need a sampler that counts by domain; got {other}. {SAMPLER}"
+        )
+    if sizes := ", ".join(options.group_sizes):
+        if options.sampling:
+            raise ValueError(
+                "retool.adaptive_n chooses the responses of every prompt, but retool.domains also gives a number n to "
+                f"{sizes}. Set retool.adaptive_n.enable=false, or remove n."
+            )
+        _check_group_sizes("n of retool.domains", config, sampler, other, updates)
+    aged = ", ".join(name for name, domain in options.domains.items() if domain.max_staleness is not None)
+    if aged and sampler.settings.resample:
+        raise ValueError(
+            f"retool.domains gives {aged} a max_staleness, and sampler_kwargs.resample is {sampler.settings.resample}: "
+            "too few responses could be left. Remove one of them."
+        )
+
+
+def _check_group_sizes(option: str, config: DictConfig, sampler: Any, other: str, updates: int) -> None:
+    """Refuse groups of unequal sizes, which an option makes, if the rest of the run cannot have them."""
     if not sampler or config.algorithm.adv_estimator not in OF_GROUPS:
         raise ValueError(
-            "retool.adaptive_n needs GRPO's baselines and a sampler that reports how groups end; got algorithm."
+            f"{option} needs GRPO's baselines and a sampler that reports how groups end; got algorithm."
             f"adv_estimator={config.algorithm.adv_estimator} and {other}. {SAMPLER}"
         )
     if not config.actor_rollout_ref.actor.use_dynamic_bsz and updates > 1:
         raise ValueError(
-            f"retool.adaptive_n with actor.use_dynamic_bsz=false allows one update per step, got {updates}: an "
+            f"{option} with actor.use_dynamic_bsz=false allows one update per step, got {updates}: an "
             "update could consist only of padding. Set actor_rollout_ref.actor.use_dynamic_bsz=true, or "
             "ppo_mini_batch_size to the size of the train batch."
         )

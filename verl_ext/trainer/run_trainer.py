@@ -32,11 +32,14 @@ from verl_ext.rollout.client import AsyncTurnClient, TurnClient
 from verl_ext.rollout.liveness import AgentLoops
 from verl_ext.settings import FailedSamples, HealthSettings, RecorderSettings
 from verl_ext.settings.checks import read_settings
+from verl_ext.settings.domains import use_files
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
+from verl_ext.trainer.loader import DomainLoader
 from verl_ext.trainer.objective import make_shares
 from verl_ext.trainer.prompt_limits import check_prompts
-from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue, share_cut
+from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue, share_cut, sources_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
+from verl_ext.trainer.run_domains import check_rows, make_domains, make_loader
 from verl_ext.trainer.run_options import Options, check_run, make_options, own_observers, warn_of_a_smaller_mean
 from verl_ext.trainer.run_records import RunRecords
 from verl_ext.trainer.run_updates import RunUpdates
@@ -102,6 +105,8 @@ class RunTrainer(RunUpdates, RunValidation):
         self._options = Options()
         if not self._only_validates:
             self._options = make_options(config, self._sampler, type(buffer).__name__, self._updates_per_step)
+            if self._sampler:
+                self._sampler.domains = make_domains(config, self._options.domains)
         self.observers = Observers(self._options.observers)
         self.checkpoint_callback = SavesAreEvents(self.observers, self.checkpoint_callback)
 
@@ -128,9 +133,23 @@ class RunTrainer(RunUpdates, RunValidation):
             self.members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)
 
     def _init_dataloader(self) -> None:
-        """Call verl's (line 708), then check all prompts: no worker has been started yet."""
+        """Call verl's (line 708), then check all prompts: no worker has been started yet. With domains or a curriculum,
+        another loader draws them."""
+        use_files(self.config)
         super()._init_dataloader()
-        check_prompts(self.config, self.tokenizer, {"train": self.train_dataset, "val": self.val_dataset})
+        datasets = {"train": self.train_dataset, "val": self.val_dataset}
+        check_prompts(self.config, self.tokenizer, datasets)
+        check_rows(self.config, datasets)
+        if self._options.domains or self._options.curriculum:
+            self.train_dataloader, pools = make_loader(
+                self.config,
+                self.train_dataloader,
+                self._sampler.domains,
+                lambda: self._sampler.choose_domain(self.global_steps),
+                self._options.curriculum,
+            )
+            if pools:
+                self.observers.add(pools)
 
     def _setup(self) -> None:
         """Call verl's (line 226), then watch the servers, which are up but have no weights yet."""
@@ -170,6 +189,8 @@ class RunTrainer(RunUpdates, RunValidation):
             clear_leftovers()
             waiting = self._options.ledger.resume(self.global_steps, prompts_in_queue())
             self._sampler.seen_before = waiting
+            if self._options.domains:
+                self._sampler.domains.in_queue |= sources_in_queue()
         if not self._only_validates:
             self.observers.tell(Started(self.global_steps, waiting, self.tokenizer.decode))
         try:
@@ -227,16 +248,26 @@ class RunTrainer(RunUpdates, RunValidation):
         if missing:
             self._add_prompts_to_generate(missing)
 
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        """Call verl's (line 1466), and tell the loader of domains the prompt's name."""
+        batch = super()._fetch_one_gen_batch()
+        if isinstance(self.train_dataloader, DomainLoader):
+            (uid,) = _column(batch, "uid")
+            self.train_dataloader.name(uid)
+        return batch
+
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
-        uids, problems = _column(batch, "uid"), _problems_of(batch)
-        numbers = [self.config.actor_rollout_ref.rollout.n] * len(batch)
+        uids, problems, sources = _column(batch, "uid"), _problems_of(batch), _column(batch, "data_source")
+        own = self._options.group_sizes
+        numbers = [own.get(source, self.config.actor_rollout_ref.rollout.n) for source in sources]
         if sampling := self._options.sampling:
             numbers = sampling.assign(self.global_steps, uids, problems, _column(batch, PASS_RATE_COLUMN))
         generated = self._sampler.settings.generated_for_one if self._sampler else 1
-        if sampling or generated > 1:
+        if sampling or own or generated > 1:
             numbers = [generated * number for number in numbers]
             tu.assign_non_tensor_stack(batch, "__rollout_n__", numbers)  # read by verl's worker, agent_loop_tq.py:115
-        self.observers.tell(Drawn(self.global_steps, dict(zip(uids, problems, strict=True)), numbers))
+        domains = dict(zip(uids, sources, strict=True)) if self._options.domains else {}
+        self.observers.tell(Drawn(self.global_steps, dict(zip(uids, problems, strict=True)), numbers, domains))
         return super()._submit_batch_to_rollout(batch)
 
     def on_step_end(self) -> None:

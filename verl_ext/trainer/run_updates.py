@@ -33,8 +33,9 @@ class RunUpdates(PPOTrainer):
 
     @property
     def _has_unequal_groups(self) -> bool:
-        """Whether groups differ in their number of rows: by adaptive n, or by episodes of several rows."""
-        return self._options.sampling is not None or self._selection.has_several_rows
+        """Whether groups differ in their number of rows: by adaptive n, by domain, or by episodes of several rows."""
+        options = self._options
+        return options.sampling is not None or bool(options.group_sizes) or self._selection.has_several_rows
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Request `sum_pi_squared` for an optimal token baseline, which verl's v1 trainers never do (line 1653)."""

@@ -1,5 +1,6 @@
 """A trainer of verl with our options: constructor and training loop are real, their calls of a cluster are faked."""
 
+import copy
 import threading
 from types import SimpleNamespace
 
@@ -72,6 +73,8 @@ def make(cpu_platform, monkeypatch, tmp_path):
             *overrides,
         ]
         run = composed("tiny_dapo", [f"+objective={objective}"]) if objective else composed_once("tiny_dapo")
+        run = copy.deepcopy(run)
+        OmegaConf.set_struct(run.retool.domains, False)  # its names are free
         config = OmegaConf.merge(run, OmegaConf.from_dotlist(settings))
         trainer = get_trainer_cls(mode)(config)
         calls = SimpleNamespace(steps=[], validations=[], saves=[], logged={}, memory=[], recorded=[])
