@@ -264,6 +264,7 @@ class RetoolAgentLoop(AgentLoopBase):
             note.result, note.started_s, note.queue_s = result, started_s, max(0.0, seconds - result.run_s)
             use.queue_s += seconds if result.failure else result.queue_s
             use.run_s += result.run_s
+            use.replays += result.replays
         failure = next((result.failure for result in results if result.failure), None)
         if failure is not None:
             logger.warning("a tool failed: %s", failure)

@@ -156,6 +156,15 @@ def test_calls_that_run_too_long_end_the_response_as_the_models_failure_and_it_i
     assert world.log.count("call") == ends and world.log[-2:] == ["score", "close"]
 
 
+def test_replays_of_a_notebook_are_counted(live, say):
+    class Replayed(World):
+        async def call(self, call: Any) -> CallResult:
+            return CallResult("2", replays=1)
+
+    episode, _ = live(Replayed(), say(called("count"), called("count"), "2"))
+    assert episode.use.replays == 2
+
+
 def test_a_score_is_asked_for_again_and_a_failed_one_is_unverified(live, say, no_pause):
     world = World(raises={"score": ToolUnavailable("the judge is down")})
     episode, _ = live(world, say("2"))
