@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,13 +16,13 @@ from verl_ext.doctor.template import (
     QUESTION,
     TRACE,
     load_tools,
-    protocol_of,
+    shown,
     template_kwargs,
-    tool_schemas,
 )
-from verl_ext.protocols.base import SegmentEncoder, render
+from verl_ext.protocols.base import CODE_TOOL, SegmentEncoder, render
+from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.thinking import opens_thinking
-from verl_ext.protocols.trace import rendered_trace, schemas_of
+from verl_ext.protocols.trace import ANY_NUMBER, rendered_trace, schemas_of
 from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
@@ -44,21 +45,42 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
         if sft is not None and of(rl) != of(sft):
             yield warn(f"""{setting} is {of(rl)!r} in {rl.name} and {of(sft)!r} in {sft.name} -> Train the SFT model
                 with the same value, unless RL starts from another model.""")
-    of_model = {"tokenizer": tokenizer, "protocol": run.protocol, "model_path": str(run.model_path)}
+    ways = shown(run, tokenizer) if run.is_rl else {None: (run.protocol, schemas_of(None))}
+    seen = []
+    for source, (protocol, tools) in ways.items():
+        if (protocol, tools) not in seen:  # many domains are alike
+            seen.append((protocol, tools))
+            yield from _check_way(run, rl, tokenizer, protocol, tools, source)
+
+
+def _check_way(
+    run: Run,
+    rl: Run,
+    tokenizer: PreTrainedTokenizerBase,
+    protocol: str,
+    tools: Mapping[str, dict],
+    source: str | None,
+) -> Iterator[Finding]:
+    """Compare the tokens of a trace that calls one of these tools; `source`: the domain that has them."""
+    where = f" of domain {source}" if source else ""
     try:
-        tokens, schemas = sft_tokens(run, tokenizer)
-        rollout = asyncio.run(roll_out(rl.config, QUESTION, OUTPUT, tokens, tools=load_tools(rl), **of_model))
-        is_shown = run.protocol == "hermes"  # the other protocol has no turns of tools
-        whole = render(tokenizer, TRACE, template_kwargs(run), tools=schemas) if is_shown else None
+        trace = trace_for(tools)
+        tokens, schemas = sft_tokens(run, tokenizer, protocol, tools, trace)
+        of_model = {"tokenizer": tokenizer, "protocol": protocol, "model_path": str(run.model_path)}
+        of_model |= {"tools": load_tools(rl), "data_source": source or ""}
+        rollout = asyncio.run(roll_out(rl.config, QUESTION, OUTPUT, tokens, **of_model))
+        is_shown = protocol == "hermes"  # the other protocol has no turns of tools
+        whole = render(tokenizer, trace, template_kwargs(run), tools=schemas) if is_shown else None
     except ValueError as error:
-        yield fail(f"SFT or rollout refuses a trace with a call: {error} -> {CHAT_MODEL}")
+        yield fail(f"SFT or rollout refuses a trace{where} with a call: {error} -> {CHAT_MODEL}")
         return
     ids, mask = tokens
     if difference := first_difference(tokenizer, tokens, rollout):
-        yield fail(f"""SFT and rollout encode the same trace differently: {difference}
+        yield fail(f"""SFT and rollout encode the same trace{where} differently: {difference}
             -> Compare data.apply_chat_template_kwargs and the tool YAML (schemas) of both.""")
         return
-    yield ok(f"SFT and rollout encode a trace with a call as the same {len(ids)} tokens, and train on {sum(mask)}")
+    yield ok(f"""SFT and rollout encode a trace{where} with a call as the same {len(ids)} tokens, and train on
+        {sum(mask)}""")
     text = tokenizer.decode(ids)
     if whole is not None and not whole.startswith(text):
         at = len(os.path.commonprefix([whole, text]))
@@ -68,15 +90,42 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
             than RL does.""")
 
 
-def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list | None]:
-    """Return TRACE as RetoolSFTDataset makes it, and the tools in its prompt. Raises ValueError if that refuses it."""
-    tools = list(tool_schemas(run, tokenizer).values()) if run.is_rl else None
-    protocol, kwargs = protocol_of(run, tokenizer), template_kwargs(run)
-    schemas = protocol.schemas(schemas_of(tools))
-    trace = TRACE
-    if opens_thinking(render(tokenizer, TRACE[:1], kwargs, tools=schemas)):
-        trace = [each | THOUGHT if each["role"] == "assistant" else each for each in TRACE]
-    segments = rendered_trace(trace, tools, protocol, tokenizer, kwargs)
+def trace_for(tools: Mapping[str, dict]) -> list[dict]:
+    """Return TRACE; with a call of the first tool if none is the interpreter, without a call if there is none."""
+    if CODE_TOOL in tools:
+        return TRACE
+    calls = []
+    for name, schema in list(tools.items())[:1]:
+        parameters = schema["function"].get("parameters") or {}
+        known = parameters.get("properties") or {}
+        arguments = {each: _value_of(known[each]) for each in parameters.get("required") or known}
+        calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+    called = [TRACE[1] | {"tool_calls": calls}, TRACE[2]] if calls else []
+    return [TRACE[0], *called, TRACE[-1]]
+
+
+def _value_of(schema: Mapping[str, Any]) -> Any:
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) else kind
+    return {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}.get(kind, "1")
+
+
+def sft_tokens(
+    run: Run, tokenizer: PreTrainedTokenizerBase, name: str, tools: Mapping[str, dict], trace: list[dict]
+) -> tuple[Tokens, list | None]:
+    """Return a trace as RetoolSFTDataset makes it, and the tools in its prompt. Raises ValueError if that refuses it.
+
+    Args:
+        name: of the protocol.
+    """
+    kwargs = template_kwargs(run)
+    protocol = make_protocol(name, tokenizer, kwargs, max_parallel_calls=ANY_NUMBER)
+    schemas = protocol.schemas(schemas_of(list(tools.values())))
+    if opens_thinking(render(tokenizer, trace[:1], kwargs, tools=schemas)):
+        trace = [each | THOUGHT if each["role"] == "assistant" else each for each in trace]
+    segments = rendered_trace(trace, list(tools.values()), protocol, tokenizer, kwargs)
     return tokens_of(segments, SegmentEncoder(tokenizer)), schemas
 
 

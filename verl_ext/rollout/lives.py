@@ -19,6 +19,7 @@ from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import UNVERIFIED_VERDICT, RolloutEnd
 from verl_ext.protocols.base import Call
+from verl_ext.protocols.trace import schemas_of
 from verl_ext.rollout.ways import Way
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Life:
     """
 
     def __init__(self, way: Way):
+        self._schemas = way.environments.schemas
         self._make, self._turn_s, self._episode_s = way.environments.make, way.limits.turn_s, way.limits.episode_s
         self._ran_s = 0.0
         self.opening, self.failure, self.is_over_time = Opening([], {}), None, False
@@ -56,7 +58,9 @@ class Life:
             self._environment = self._make()
             try:
                 try:
-                    self.opening, self.failure = await _in_time(self._environment.open(task)), None
+                    opening, self.failure = await _in_time(self._environment.open(task)), None
+                    tools = {name: self._shown(name, schema) for name, schema in opening.tools.items()}
+                    self.opening = Opening(opening.messages, tools)
                 except ToolUnavailable as error:
                     self.opening, self.failure = Opening(list(task["raw_prompt"]), {}), str(error)
                     if attempt < ATTEMPTS:
@@ -67,6 +71,10 @@ class Life:
                 await _close(self._environment)
                 if self.failure and attempt < ATTEMPTS:
                     await asyncio.sleep(RETRY_PAUSE_S * attempt)
+
+    def _shown(self, name: str, schema: dict) -> dict:
+        """Return a tool's schema as a prompt shows it (`Environments.schemas`)."""
+        return self._schemas.get(name) or schemas_of([schema])[name]
 
     async def run(self, calls: Sequence[Call], retries: int) -> list[tuple[CallResult, float]]:
         """Return what the tools say to the calls of a turn, and after how many seconds.

@@ -45,11 +45,19 @@ class Ways:
         self._config, self._tokenizer, self._tools = config, tokenizer, tools
         self._protocol, self._make_protocol = protocol, make_protocol
         self._of_others = self._make("retool", of_whole_run(config))
-        self._of_domain = {name: self._make(f"retool.domains.{name}", it) for name, it in read_domains(config).items()}
+        self._domains, self._of_domain = read_domains(config), dict[str, Way]()
+        if protocol is None:  # else only few domains may have rows for this loop
+            for name in self._domains:
+                self.of({"data_source": name})
 
     def of(self, task: Mapping[str, Any]) -> Way:
         """Return the way of a row, by its `data_source`."""
-        return self._of_domain.get(str(task.get("data_source")), self._of_others)
+        name = str(task.get("data_source"))
+        if name not in self._domains:
+            return self._of_others
+        if name not in self._of_domain:
+            self._of_domain[name] = self._make(f"retool.domains.{name}", self._domains[name])
+        return self._of_domain[name]
 
     def __iter__(self) -> Any:
         return iter((self._of_others, *self._of_domain.values()))
