@@ -29,7 +29,7 @@ require() {
   local override
   if $PRINT_ONLY || [[ -e ${!1} ]]; then return; fi
   for override in "${OVERRIDES[@]}"; do
-    if [[ $override == "$2="* ]]; then return; fi
+    if [[ $override == "$2="* || ($2 == data.* && $override == +task=*) ]]; then return; fi # a task may name its files
   done
   echo "$(basename "$0"): $1=${!1} does not exist. $3" >&2
   exit 1

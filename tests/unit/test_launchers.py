@@ -82,6 +82,8 @@ def test_launcher_names_the_missing_input(run: str, variable: str, key: str, tmp
     assert missing.returncode == 1 and f"{variable}=/nowhere does not exist." in missing.stderr
     overridden = launch(run, f"{key}=/elsewhere", cwd=tmp_path, **{**env, variable: "/nowhere"})
     assert overridden.stdout.splitlines()[-1] == f"{key}=/elsewhere"
+    by_task = launch(run, "+task=mixed", cwd=tmp_path, **{**env, variable: "/nowhere"})
+    assert (by_task.returncode == 0) == key.startswith("data."), "a task may name its files"
 
 
 @pytest.mark.parametrize("run", ["smollm2_sft", "smollm2_dapo"])
