@@ -66,7 +66,8 @@ class DomainLoader:
         seed: int | None,
         curriculum: Curriculum | None = None,
     ):
-        self._dataset, self._collate, self._rows = dataset, collate, rows
+        self.dataset, self.batch_size = dataset, 1  # read like those of verl's loader (checkpoints/course.py)
+        self._collate, self._rows = collate, rows
         self._domains, self._choose, self._curriculum = domains, choose, curriculum
         seeds = {name: None if seed is None else f"{seed}/{name}" for name in rows}
         self._orders = {name: Order(len(numbers), seeds[name]) for name, numbers in rows.items()}
@@ -83,7 +84,7 @@ class DomainLoader:
             if self._curriculum is None or self._curriculum.is_drawn(name, number, order.epoch):
                 break
         self._newest = name, number
-        return self._collate([self._dataset[self._rows[name][number]]])
+        return self._collate([self.dataset[self._rows[name][number]]])
 
     def name(self, uid: str) -> None:
         """Note the uid that verl gives to the newest prompt."""
@@ -99,8 +100,13 @@ class DomainLoader:
             "curriculum": self._curriculum.state_dict() if self._curriculum else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a checkpoint was saved; a domain that is new, or has other rows, begins anew."""
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue where a checkpoint was saved; a domain that is new, or has other rows, begins anew.
+
+        None follows a state of a data set of another size (checkpoints/hooks.py), and changes nothing further.
+        """
+        if state is None:
+            return
         if "orders" not in state:
             logger.warning(
                 "The checkpoint is of a run without domains or curriculum: the order of prompts begins anew."

@@ -1,5 +1,7 @@
 """A run's domains and curriculum, made from its config: the sampler's quotas, and the loader that draws its prompts."""
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +13,9 @@ from verl_ext.settings.domains import check_sources, read_domains
 from verl_ext.trainer.curriculum import Curriculum
 from verl_ext.trainer.domains import ONLY, Domains
 from verl_ext.trainer.loader import DomainLoader
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 def make_domains(config: DictConfig, table: Mapping[str, Domain]) -> Domains:
@@ -64,6 +69,20 @@ def make_loader(
         verls.dataset, verls.collate_fn, rows, domains=domains, choose=choose, seed=seed, curriculum=pools
     )
     return loader, pools
+
+
+def drop_state_of_domains(loader: Any) -> None:
+    """Let a loader begin anew if the checkpoint is of a run with domains or a curriculum, and this run has neither.
+
+    Args:
+        loader: verl's, which has been given the checkpoint's state and has not looked at it yet.
+    """
+    if not isinstance(loader, DomainLoader) and "orders" in (loader.next_iter_state or {}):
+        logger.warning(
+            "The checkpoint is of a run with domains or a curriculum, which this run has not: the order of prompts "
+            "begins anew."
+        )
+        loader.load_state_dict(None)
 
 
 def _sources(dataset: Any) -> list[str]:

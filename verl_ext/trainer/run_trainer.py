@@ -39,7 +39,7 @@ from verl_ext.trainer.objective import make_shares
 from verl_ext.trainer.prompt_limits import check_prompts
 from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue, share_cut, sources_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
-from verl_ext.trainer.run_domains import check_rows, make_domains, make_loader
+from verl_ext.trainer.run_domains import check_rows, drop_state_of_domains, make_domains, make_loader
 from verl_ext.trainer.run_options import Options, check_run, make_options, own_observers, warn_of_a_smaller_mean
 from verl_ext.trainer.run_records import RunRecords
 from verl_ext.trainer.run_updates import RunUpdates
@@ -154,6 +154,7 @@ class RunTrainer(RunUpdates, RunValidation):
     def _setup(self) -> None:
         """Call verl's (line 226), then watch the servers, which are up but have no weights yet."""
         super()._setup()
+        drop_state_of_domains(self.train_dataloader)
         if limits := read_settings(self.config, "fleet.health", HealthSettings):
             manager, verls = self.standalone_server_manager, self.standalone_checkpoint_manager
             weights = FleetCheckpointManager(verls.config, verls.actor_wg, verls.replicas)

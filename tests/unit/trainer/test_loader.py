@@ -79,6 +79,15 @@ def test_a_domain_that_has_other_rows_now_begins_anew_and_says_so(caplog):
     assert "domain b has 4 rows, but 3 in the checkpoint" in caplog.text and "domain a" not in caplog.text
     orders = more.state_dict()["orders"]
     assert [orders[name]["at"] for name in ("a", "b", "new")] == [2, 0, 0]
+    more.load_state_dict(None)  # as verl_ext/checkpoints tells a loader of a data set of another size
+    assert more.state_dict()["orders"] == orders
+
+
+def test_a_checkpoint_notes_the_data_set_as_it_does_that_of_verls_loader():
+    from verl_ext.checkpoints.course import Course
+
+    course = Course.of(make()[0], 1, None)
+    assert (course.rows, course.rows_per_step) == (9, 1)
 
 
 def test_a_checkpoint_of_verls_own_loader_is_not_read(caplog):

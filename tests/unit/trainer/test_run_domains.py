@@ -101,6 +101,22 @@ def test_a_resumed_run_continues_each_domains_order_and_quota(load, mode):
     assert [*draws.events[-1].prompts.values()] == [*redrawn.events[-1].prompts.values()]
 
 
+def test_a_run_whose_table_was_removed_begins_its_data_anew(load, caplog):
+    from verl_ext.trainer.run_domains import drop_state_of_domains
+
+    trainer, _ = load(*TABLE)
+    plain, draws = load()
+    of_verl = plain.train_dataloader.state_dict()
+    for state, told in ((trainer.train_dataloader.state_dict(), True), (of_verl, False)):
+        caplog.clear()
+        plain.train_dataloader.load_state_dict(state)
+        drop_state_of_domains(plain.train_dataloader)
+        assert ("is of a run with domains or a curriculum, which this run has not" in caplog.text) is told
+        plain._add_batch_to_generate()
+    drop_state_of_domains(trainer.train_dataloader)
+    assert len(draws.events) == 2
+
+
 def test_a_resumed_run_knows_the_domains_of_the_prompts_in_the_queue(make, monkeypatch):
     import transfer_queue as tq
     from verl.utils import tensordict_utils as tu

@@ -35,6 +35,7 @@ def started(make, cpu_platform, monkeypatch, tmp_path):
     monkeypatch.setattr(Fleet, "watch", lambda self: None)
 
     def setup(self):
+        self.train_dataloader = SimpleNamespace(next_iter_state=None)
         engine = SimpleNamespace(backend="shared_file", custom_backend_module="verl_ext.cpu.checkpoint_engine")
         self.standalone_checkpoint_manager = SimpleNamespace(config=engine, actor_wg="actor", replicas=[Replica()])
         self.standalone_server_manager = object.__new__(LLMServerManager)
