@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 21,500.
+"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 22,000.
 
 Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
 generated, and docs/upstream/, which is written for verl's tracker.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 21_500
+TOTAL = 22_000
 BUDGETS = {
     "README.md": 650,
     "CONTRIBUTING.md": 550,
@@ -38,7 +38,7 @@ BUDGETS = {
     "docs/guides/fleet.md": 600,
     "docs/guides/docker.md": 300,
     "docs/reference/recipes.md": 600,
-    "docs/reference/metrics.md": 400,
+    "docs/reference/metrics.md": 480,
     "docs/reference/run-folder.md": 250,
     "docs/reference/glossary.md": 450,
     "docs/explanation/method.md": 750,
