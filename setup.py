@@ -93,8 +93,14 @@ EXTRAS = {
         # flash-attn's setup.py imports it.
         "wheel>=0.45",
     ],
+    "mcp": [
+        # Tools of servers that speak the Model Context Protocol (verl_ext/environments/mcp_tools.py); vLLM needs it.
+        "mcp>=2.3,<3",
+    ],
     "test": [
         "pytest>=9,<10",
+        # As in the extra `mcp`, whose tests start a server.
+        "mcp>=2.3,<3",
         # Async clients and the agent loop.
         "pytest-asyncio>=1.5,<2",
         # A hung test fails by name instead of holding up the suite.

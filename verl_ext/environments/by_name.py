@@ -25,6 +25,7 @@ from verl_ext.settings.objects import load_object
 
 BUILT_IN: dict[str, str] = {
     "math_tools": "verl_ext.environments.math_tools:MathTools",
+    "mcp": "verl_ext.environments.mcp_tools:Mcp",
     "search": "verl_ext.environments.search:Search",
     "user": "verl_ext.environments.user:User",
 }
