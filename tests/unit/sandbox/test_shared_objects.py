@@ -18,7 +18,7 @@ import pytest
 from tests.unit.sandbox.machines import USUAL, server_on
 from verl_ext.sandbox import SandboxClient
 from verl_ext.sandbox.server import processes
-from verl_ext.sandbox.server.worker import Buffer
+from verl_ext.sandbox.server.output import Buffer
 
 server = server_on(USUAL, "--max-sessions", "4")
 

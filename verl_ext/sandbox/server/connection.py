@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.sandbox.server.folders import LEFT_OUT
-from verl_ext.sandbox.server.wire import FETCHED, LENGTH, RESULT, SEALED, pack_request
+from verl_ext.sandbox.server.wire import END_SESSION, FETCHED, LENGTH, RESULT, SEALED, pack_request
 
 SEND_FDS_PAUSE_S = 0.02
 
@@ -85,6 +85,16 @@ class Worker:
             with contextlib.suppress(PermissionError):  # without seccomp, a program can prevent it
                 os.ftruncate(body, 0)
             os.close(body)
+
+    async def end_session(self) -> None:
+        """Return once the session's program and its files are gone, and the worker can take another's request.
+
+        Raises:
+            OSError, EOFError: they could not be removed, and the worker has ended.
+        """
+        self.connection.send(END_SESSION)
+        await self._receive_up_to(len(END_SESSION))
+        self._received.clear()
 
     async def _receive_header(self, names: list[str]) -> dict[str, Any]:
         """Receive the header of an answer about the files `names`; the bytes after it stay in `_received`."""

@@ -83,13 +83,15 @@ class Sessions:
         return len(known)
 
     async def end(self, session_id: str) -> bool:
-        """End a session, after the call that may be running; False if there is none."""
-        session = self._sessions.get(session_id)
+        """End a session, after the call that may be running; return False if there is none."""
+        session, ending = self._sessions.get(session_id), None
         if session is None:
             return False
         async with session.lock:
             if self._sessions.get(session_id) is session:
-                self._end(session_id)
+                ending = self._end(session_id)
+        if ending:
+            await asyncio.wait([ending])  # which does not cancel it if the client hangs up
         return True
 
     def close(self) -> None:
@@ -112,16 +114,18 @@ class Sessions:
             session.lock.release()
 
     async def _call(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
-        alive = False
+        spent = True
         try:
-            session.worker = session.worker or await self.pool.workers.take()
+            session.worker = session.worker or await self.pool.workers.take(for_session=True)
             session.calls += 1
             result = await self._run(session.worker, request)
-            result.pop("spent")  # a spent worker's session is not alive either
-            alive = result["alive"]
+            spent = result.pop("spent")
+            if not result["alive"] and not spent:
+                self.pool.workers.end_session(session.worker)
+                session.worker = None
             return result | {"call": session.calls}
         finally:
-            if not alive and session.worker:  # also when the client hung up: nobody knows how far its code got
+            if spent and session.worker:  # also when the client hung up: nobody knows how far its code got
                 session.worker.close()
                 session.worker = None
 
@@ -138,10 +142,9 @@ class Sessions:
             session.expiry.cancel()
         session.expiry = asyncio.get_running_loop().call_later(self.idle_s, self._end, session_id)
 
-    def _end(self, session_id: str) -> None:
+    def _end(self, session_id: str) -> asyncio.Task | None:
         session = self._sessions.pop(session_id)
         if session.expiry:
             session.expiry.cancel()
-        if session.worker:
-            session.worker.close()
-            session.worker = None
+        worker, session.worker = session.worker, None
+        return self.pool.workers.end_session(worker) if worker else None

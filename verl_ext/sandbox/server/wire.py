@@ -8,6 +8,8 @@ Request: a memory file with REQUEST; marshal of FOR_PROGRAM, in as many bytes as
 fetch NAME, then as many bytes: the parts of its path, a NUL after each. The server seals the file's content. The worker
 adds F_SEAL_SEAL, which nobody can undo, as soon as there is a program to blame.
 
+A byte without a file, END_SESSION, asks for the end of the session's program; the answer is the same byte.
+
 Answer: LENGTH and that much JSON, {"error": why, "lost": whether a program that ran may be the cause}; or LENGTH of 0,
 RESULT, stdout, stderr, FETCHED for each file, and the files in order.
 """
@@ -23,6 +25,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
+END_SESSION = b"\1"  # instead of a request
 LENGTH = struct.Struct("<I")
 # bytes for the program, run_timeout (s), memory_limit_MB (0: none), files to fetch, session
 REQUEST = struct.Struct("<QdqI?")

@@ -39,9 +39,10 @@ from . import folders, preload
 from .disk import MAX_FILE_BYTES, DiskWatch
 from .isolation import limit
 from .memory import MemoryWatch
+from .output import Buffer
 from .processes import Program, kill_all
 from .program import CHUNK, TOKEN_BYTES, become_program, cpu_limit_s, make_main_module
-from .wire import FETCHED, LENGTH, REQUEST, RESULT, STALL_S, unshared
+from .wire import END_SESSION, FETCHED, LENGTH, REQUEST, RESULT, STALL_S, unshared
 
 MAX_OPEN_FILES = 256
 STOPPED_CPU_S = 0.05  # CPU time that a stopped program may use
@@ -129,6 +130,7 @@ class Worker:
         # Files are counted unless they are in a separate file system, which has limits.
         self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder, layers.uid)
         self.program: Program | None = None  # the running one, or one that waits between the calls of its session
+        self.has_sessions = False  # the server gives it either sessions or programs that end with their call
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)
         # Everything below is for the programs, which inherit it.
@@ -147,7 +149,7 @@ class Worker:
     def serve(self) -> None:
         """Answer requests until the socket closes; an error is also answered, and ends the worker."""
         if self.serve_one():
-            if self.program is None:  # a session's worker forks no more: pages of its own would only take memory
+            if not self.has_sessions:  # there are many such workers, and each forks seldom
                 preload.use_huge_pages()  # the first request split the zygote's huge pages; later ones split few
             while self.serve_one():
                 pass
@@ -156,13 +158,16 @@ class Worker:
         """Answer one request; return False if there can be no other. This frame's end drops all that it knew of it."""
         if self.program:
             self.watch(self.program)
-        _, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
+        message, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
+        if message == END_SESSION:
+            return self.end_session()
         if not fds:  # the server has closed its end, or is dead
             return False
         files, spent = [], False
         try:
             os.preadv(fds[0], [self.scratch], 0)
             request = Request(fds[0], *REQUEST.unpack_from(self.scratch))
+            self.has_sessions = request.session
             if self.program is None:
                 self.layers.make_folder()
             try:
@@ -185,8 +190,20 @@ class Worker:
         os.close(request.body)
         return not spent
 
+    def end_session(self) -> bool:
+        """Kill the session's program and remove its files; False, or OSError: this worker can take no other request."""
+        if program := self.program:
+            self.program = None
+            _, gone = kill_all(program)
+            program.close()
+            if not gone:
+                return False
+            self.layers.remove_folder()
+        self.connection.sendall(END_SESSION)
+        return True
+
     def watch(self, program: Program) -> None:
-        """Wait for the next call; kill a program that runs meanwhile, which a SIGCONT from its own timers can cause."""
+        """Wait for the next message; kill a program that runs meanwhile, as a SIGCONT from its own timers can cause."""
         poller = select.poll()
         poller.register(self.connection, select.POLLIN)
         used_s, wait_s = program.cpu_s(), WATCH_S
@@ -256,7 +273,7 @@ class Worker:
                     continue
                 return End(return_code=program.return_code(message))
 
-    def poll(self, program: Program) -> tuple[select.poll, dict[int, "Buffer"]]:
+    def poll(self, program: Program) -> tuple[select.poll, dict[int, Buffer]]:
         """Return a poll of all that ends the wait for a program, and of its streams; and their buffers."""
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
@@ -352,40 +369,3 @@ def is_over_cpu_limit(return_code: int | None, used_s: float, run_timeout: float
     differs slightly from `used_s`.
     """
     return return_code in (-signal.SIGXCPU, -signal.SIGKILL) and used_s >= 0.9 * cpu_limit_s(run_timeout)
-
-
-class Buffer:
-    """The first `max_bytes` bytes of a stream, and the count of all its bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.total = max_bytes, 0
-        self.memory = memoryview(unshared(max_bytes + CHUNK))
-
-    def reset(self) -> None:
-        self.total = 0
-
-    def read_from(self, fd: int) -> int:
-        """Read once from a pipe, beyond `max_bytes` over earlier bytes; return 0 at its end, -1 if there is nothing.
-
-        The program can also open its pipe for reading, and take what `poll` saw. Data that it has spliced there can be
-        unreadable (EIO, ENODATA), and then stays in front of all that follows: the stream ends there.
-        """
-        start = min(self.total, self.max_bytes)
-        try:
-            count = os.readv(fd, [self.memory[start : start + CHUNK]])
-        except BlockingIOError:
-            return -1
-        except OSError:
-            return 0
-        self.total += count
-        return count
-
-    def append(self, text: bytes) -> None:
-        """Add a line from the worker; if there is no room, it replaces the last bytes that are kept."""
-        start = min(self.total, self.max_bytes - len(text))
-        if start >= 0:
-            self.memory[start : start + len(text)] = text
-            self.total += len(text)
-
-    def kept(self) -> memoryview:
-        return self.memory[: min(self.total, self.max_bytes)]

@@ -29,6 +29,8 @@ ZYGOTE = Path(__file__).with_name("zygote.py")
 ZYGOTE_END_S = 0.3  # for the end of a zygote, which takes its workers with it, to show
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
+END_SESSION_S = 5.0  # for a worker to kill a session's program and to remove its files
+MAX_IDLE_FOR_SESSIONS = 64  # an idle one takes 2 MiB; starting one takes 12 CPU-ms
 MAX_SESSIONS = 4000  # each has a worker, and each worker a user: fewer than NUM_UIDS, with room for the pool's workers
 # All that a program sees. One BLAS thread and two malloc arenas, because both reserve address space per thread and per
 # core: on a large machine, a mere `import numpy` would exceed a limit of 1024 MB.
@@ -69,14 +71,18 @@ class Workers:
         # another server on this machine must not share limits that count by user, such as RLIMIT_NPROC.
         self._numbers = itertools.count(secrets.randbelow(1 << 16))
         self._by_user: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
+        # Those for sessions have no huge pages (worker.py), and are never given to a program without one.
         self._idle: list[Worker] = []
+        self._idle_for_sessions: list[Worker] = []
+        self._ending: dict[asyncio.Task, Worker] = {}
         self._zygote: subprocess.Popen | None = None
         self._control_socket: socket.socket | None = None
 
-    async def take(self) -> Worker:
+    async def take(self, *, for_session: bool = False) -> Worker:
         """Return a worker that nobody else uses; the caller closes it or gives it back. Raises SandboxError."""
-        while self._idle:
-            worker = self._idle.pop()
+        idle = self._idle_for_sessions if for_session else self._idle
+        while idle:
+            worker = idle.pop()
             # One that outlived its zygote is not used: that end would later excuse a program that kills its worker.
             if worker.is_alive() and worker.zygote.poll() is None:
                 return worker
@@ -102,6 +108,28 @@ class Workers:
         removal.add_done_callback(self._removals.discard)
         return removal
 
+    def end_session(self, worker: Worker) -> asyncio.Task | None:
+        """Begin to end the session of a worker, whose program may have ended already, and keep it for another one.
+
+        Returns:
+            the task after which it is kept; None if enough others are.
+        """
+        if len(self._idle_for_sessions) + len(self._ending) >= MAX_IDLE_FOR_SESSIONS:
+            worker.close()
+            return None
+        task = asyncio.create_task(self._end_session(worker))
+        self._ending[task] = worker
+        task.add_done_callback(self._ending.pop)
+        return task
+
+    async def _end_session(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(END_SESSION_S):
+                await worker.end_session()
+            self._idle_for_sessions.append(worker)
+        except (OSError, EOFError):  # TimeoutError is an OSError
+            self.discard(worker)
+
     async def were_killed_from_outside(self, worker: Worker) -> bool:
         """Return whether a worker that has died did so with its zygote, which no program here can end.
 
@@ -112,7 +140,11 @@ class Workers:
 
     async def close(self) -> None:
         """Stop the zygote, which first waits for the end of every program, and remove all files."""
-        for worker in self._idle:
+        ending = dict(self._ending)
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        for worker in (*ending.values(), *self._idle, *self._idle_for_sessions):
             worker.close()
         if self._control_socket:
             self._control_socket.close()

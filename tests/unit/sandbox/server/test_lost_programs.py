@@ -114,6 +114,7 @@ async def test_call_of_a_session_counts_as_lost_only_while_a_control_program_run
         worker = await running_worker()
         if not is_well:
             monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
+            idle = await pool.workers.take()  # the control program gets no other
             zygote().suspend()
         worker.kill()
         with pytest.raises(SandboxError, match=None if is_well else "a control program failed, too") as caught:
@@ -121,6 +122,7 @@ async def test_call_of_a_session_counts_as_lost_only_while_a_control_program_run
         assert isinstance(caught.value, LostProgramError) == is_well
         assert len(sessions) == 0
     zygote().resume()
+    idle.close()
 
 
 async def test_loss_with_the_zygote_is_the_sandboxs_though_the_next_request_has_started_another(pool):

@@ -284,8 +284,6 @@ def test_idle_session_takes_little_memory():
     server = Server("--max-sessions", "1", workers=1)
     try:
         before = {process.pid for process in server.descendants()}
-        server.run("x = 1", session_id="first")  # in the worker that has run a program before
-        end(server, "first")
         for _ in range(2):
             assert server.run("print('idle')", session_id="a")["run_result"]["stdout"] == "idle\n"
         own = [process for process in server.descendants() if process.pid not in before]
