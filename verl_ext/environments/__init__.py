@@ -5,5 +5,6 @@ verl's interface. `tool_errors.py` is for authors of tools. `python.py` is the s
 `shared_client.py` the one sandbox client of a process. `base.py` is the interface, `by_name.py` lists the environments
 that ship: `search.py` looks up a local `corpus.py`, `math_tools.py` runs `math_program.py` in the sandbox,
 `user.py` lets a language model play the user, `mcp_tools.py` has the tools of a server that `mcp_connection.py` starts.
+`skyrl_gym.py` and `openenv.py` adapt environments of other projects, whose rewards `rewards.py` turns into scores.
 In: a call. Out: text for the model, or an infrastructure failure.
 """

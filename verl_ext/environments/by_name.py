@@ -26,7 +26,9 @@ from verl_ext.settings.objects import load_object
 BUILT_IN: dict[str, str] = {
     "math_tools": "verl_ext.environments.math_tools:MathTools",
     "mcp": "verl_ext.environments.mcp_tools:Mcp",
+    "openenv": "verl_ext.environments.openenv:OpenEnv",
     "search": "verl_ext.environments.search:Search",
+    "skyrl_gym": "verl_ext.environments.skyrl_gym:SkyRlGym",
     "user": "verl_ext.environments.user:User",
 }
 OF_SANDBOX = ("python", "notebook")  # both are ToolEnvironment, with one interpreter or the other
