@@ -124,6 +124,7 @@ class Notebook(Interpreter):
             attempts += result.attempts
         if result.status == "sandbox_failure" and losses:
             result = RunResult("code_error", "", KILLED, -signal.SIGKILL, 0.0, 0.0, attempts, "", session_ended=True)
+            await self._begin_another()
         if result.session_ended:
             self._cells.clear()
         elif result.status != "sandbox_failure":
@@ -132,8 +133,7 @@ class Notebook(Interpreter):
 
     async def _replay(self) -> RunResult | None:
         """Run all cells in a new session; return the failure if that is impossible or one does not end as before."""
-        await self.sandbox.end_session(self._session_id)  # an earlier replay's
-        self._session_id = uuid4().hex
+        await self._begin_another()
         self.replays += bool(self._cells)
         for number, cell in enumerate(self._cells, 1):
             result = await self._run_cell(cell.code)
@@ -143,6 +143,10 @@ class Notebook(Interpreter):
                 why = f"in a replay of the notebook, call {number} of {len(self._cells)} did not end as it had before"
                 return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, 0, f"{why}: {cell.status}, {result.status}")
         return None
+
+    async def _begin_another(self) -> None:
+        await self.sandbox.end_session(self._session_id)  # the client has ended a lost one, but none of a replay
+        self._session_id = uuid4().hex
 
     async def _run_cell(self, code: str) -> RunResult:
         return await self.sandbox.run(code, session_id=self._session_id, **self.options)

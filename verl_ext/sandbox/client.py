@@ -92,7 +92,7 @@ class SandboxClient:
             echo_last_expression: print what a last bare expression gives, as a Python prompt does.
             session_id: unique name, such as a UUID, of a session whose earlier calls `code` is to see. The session is
                 on one server, and a call that may have run is not sent again. Such a call is a `sandbox_failure` and
-                ends the session; the same holds for a call of a session that the server no longer has. Until
+                ends the session, whose name is then used up; the same holds if the server no longer has it. Until
                 `end_session`, this client renews the session's lease: waiting for the next call does not end it.
         Raises:
             ValueError: a server rejects the request itself (HTTP 4xx: a wrong URL or argument), or it is not our
@@ -193,7 +193,7 @@ class SandboxClient:
     def _tell(self, failure: Exception) -> None:
         if time.monotonic() >= self._tells_from:
             self._tells_from = time.monotonic() + TELL_EVERY_S
-            logger.warning("Calls try on until their time runs out, because no sandbox answers: %s", failure)
+            logger.warning("Calls try on until their time runs out, because no sandbox takes them: %s", failure)
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
         """Have the server end a session, which it would do by itself after a while; ignores a failure."""

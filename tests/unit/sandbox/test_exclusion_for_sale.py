@@ -4,7 +4,9 @@ A sample whose sandbox failed is left out of training. So a policy that finds a 
 could buy its way out of a wrong answer. Every known way is a line of PROGRAMS or FORKING; add a new one there. Each
 runs on every machine, alone and in a session, next to somebody else's session, and must have an ordinary outcome.
 
-All of it runs inside a sandbox server. Machines without all layers are nightly tests.
+All of it runs inside a sandbox server, and never on one with `--isolation none`: as root, some of the programs stop or
+kill every process of the machine, and lock /dev/null. Machines without all layers are nightly tests.
+tests/unit/environments/test_notebook.py runs them between the calls of notebooks.
 """
 
 import asyncio

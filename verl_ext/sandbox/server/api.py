@@ -22,7 +22,7 @@ from verl_ext.sandbox.server.large import in_turn
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, wrong_with_control
 from verl_ext.sandbox.server.request import MAX_NAME_BYTES, MAX_RENEWED, RenewRequest, RunCodeRequest
-from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
+from verl_ext.sandbox.server.sessions import SessionEndedError, SessionLimitError, Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,8 @@ class Routes:
             return _overloaded(exc, 504)
         except SessionLimitError as exc:
             return _overloaded(exc, 503)
+        except SessionEndedError as exc:
+            return _reject({"type": "value_error", "loc": ["body", "session_id"], "msg": str(exc)})
         except SandboxError as exc:
             logger.error("%s", without_quotations(exc))
             why = {"message": str(exc), "lost": isinstance(exc, LostProgramError)}

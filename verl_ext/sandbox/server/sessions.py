@@ -15,6 +15,12 @@ from typing import Any
 from verl_ext.sandbox.server.connection import LostProgramError, SandboxError, Worker
 from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError
 
+MAX_ENDED = 4096  # ids that are remembered
+
+
+class SessionEndedError(Exception):
+    """The session was ended before this call came; nothing ran."""
+
 
 class SessionLimitError(Exception):
     """The server has as many sessions as it may have; nothing ran."""
@@ -40,6 +46,9 @@ class Sessions:
     def __init__(self, pool: Pool, *, max_sessions: int, idle_s: float) -> None:
         self.pool, self.max_sessions, self.idle_s = pool, max_sessions, idle_s
         self._sessions: dict[str, Session] = {}
+        # Ids of ends that came before any call. A client that gives up sends the end on another connection than the
+        # call, which may arrive later, and would begin a session that nobody ends.
+        self._ended: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -52,7 +61,7 @@ class Sessions:
         Returns:
             (what `Pool.execute` returns, with `call`: the number of this call in its session, from 1; seconds waited).
         Raises:
-            SessionLimitError, QueueTimeoutError: nothing ran.
+            SessionLimitError, SessionEndedError, QueueTimeoutError: nothing ran.
             LostProgramError: the program was lost with its worker, while a control program ran well.
             SandboxError: see `Pool.execute`. After this and LostProgramError the session has ended.
         """
@@ -83,9 +92,12 @@ class Sessions:
         return len(known)
 
     async def end(self, session_id: str) -> bool:
-        """End a session, after the call that may be running; return False if there is none."""
+        """End a session, after the call that may be running; return False if there is none, and none may begin."""
         session, ending = self._sessions.get(session_id), None
         if session is None:
+            self._ended[session_id] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
             return False
         async with session.lock:
             if self._sessions.get(session_id) is session:
@@ -103,6 +115,8 @@ class Sessions:
         while True:
             session = self._sessions.get(session_id)
             if session is None:
+                if session_id in self._ended:
+                    raise SessionEndedError("this session was ended before it began: choose another id")
                 if len(self._sessions) >= self.max_sessions:
                     raise SessionLimitError(f"there are {self.max_sessions} sessions already (--max-sessions)")
                 session = self._sessions[session_id] = Session()

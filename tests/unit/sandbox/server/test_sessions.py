@@ -16,6 +16,9 @@ import pytest
 
 from tests.unit.sandbox.machines import needs_root
 from tests.unit.sandbox.server_process import Server, wait_until
+from verl_ext.sandbox.server import sessions as sessions_module
+from verl_ext.sandbox.server.pool import Pool
+from verl_ext.sandbox.server.sessions import SessionEndedError, Sessions
 
 
 @pytest.fixture(scope="module", params=["auto", "none"])
@@ -304,6 +307,30 @@ def test_one_session_too_many_is_503_with_retry_after_and_runs_nothing(server):
     assert end(server, names[0]) == 200
     assert said(server.run("print(1)", session_id=names[3])) == (1, True)
     assert [end(server, name) for name in names] == [404, 200, 200, 200]
+
+
+def test_call_that_comes_after_the_end_of_its_session_begins_none(server):
+    """As the call of a client that gave up may: it goes by another connection."""
+    assert end(server, "given up") == 404
+    body = json.dumps({"code": "1", "language": "python", "session_id": "given up"}).encode()
+    status, _, answer = server.post(body)
+    assert status == 422 and "ended before it began" in answer["detail"][0]["msg"]
+    assert renew(server, "given up") == (200, {"renewed": 0})
+
+
+async def test_ends_of_unknown_sessions_take_no_memory_for_long(monkeypatch):
+    monkeypatch.setattr(sessions_module, "MAX_ENDED", 2)
+    pool = Pool(workers=1, max_output_bytes=1000, preload=())
+    sessions = Sessions(pool, max_sessions=1, idle_s=60)
+    for name in "abc":
+        await sessions.end(name)
+    request = {"code": "1", "stdin": None, "run_timeout": 5, "memory_limit_MB": -1, "files": {}, "fetch_files": []}
+    request["echo_last_expression"] = False
+    with pytest.raises(SessionEndedError):
+        await sessions.run("b", request, queue_timeout_s=5)
+    assert (await sessions.run("a", request, queue_timeout_s=5))[0]["alive"]
+    sessions.close()
+    await pool.close()
 
 
 def test_calls_of_one_session_run_one_after_the_other(server, session):
