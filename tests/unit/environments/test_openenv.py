@@ -52,11 +52,14 @@ class Server:
         self._ready.set()
         self._loop.run_forever()
         self._loop.run_until_complete(runner.cleanup())
-        left = asyncio.all_tasks(self._loop)
+        self._loop.run_until_complete(self._cancel_the_rest())
+        self._loop.close()
+
+    async def _cancel_the_rest(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
