@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import WSMsgType, web
 
@@ -273,7 +274,9 @@ def test_settings_that_cannot_be_used_are_refused_when_the_run_starts(server, se
 
 async def test_200_episodes_that_are_given_up_leave_no_session(server, give_up):
     entry, calls = {"name": "openenv", "url": server.url}, [("act", {"steps": 1})] * 3
+    await give_up(entry, None, calls, count=10, within_s=60, task=TASK)
+    files = psutil.Process().num_fds()
     assert await give_up(entry, None, calls, task=TASK, within_s=0.03) < 200
     async with asyncio.timeout(20):
-        while server.sessions:
+        while server.sessions or psutil.Process().num_fds() > files:
             await asyncio.sleep(0.01)
