@@ -133,11 +133,10 @@ class Mcp(Environment):
         if connection is not None:
             connection.users -= 1
             if not connection.users:
-                _forget(connection)
                 await connection.aclose()
 
 
-_SHARED: dict[tuple[asyncio.AbstractEventLoop, Server], Connection] = {}
+_SHARED: dict[tuple[asyncio.AbstractEventLoop, Server], Connection] = {}  # the newest of each server
 
 
 def _joined(server: Server) -> Connection:
@@ -145,12 +144,6 @@ def _joined(server: Server) -> Connection:
     if key not in _SHARED or _SHARED[key].is_lost:
         _SHARED[key] = Connection(server)
     return _SHARED[key]
-
-
-def _forget(connection: Connection) -> None:
-    key = (asyncio.get_running_loop(), connection.server)
-    if _SHARED.get(key) is connection:
-        del _SHARED[key]
 
 
 def _schemas(tools: Sequence[Any], wanted: Sequence[str] | None, server: Server) -> dict[str, dict]:

@@ -1,6 +1,7 @@
 """The environment `openenv` against a server on 127.0.0.1 that speaks OpenEnv's protocol, as its own server does."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -272,7 +273,7 @@ def test_settings_that_cannot_be_used_are_refused_when_the_run_starts(server, se
         Environments({"name": "openenv", "url": server.url} | settings, None)
 
 
-async def test_200_episodes_that_are_given_up_leave_no_session(server, give_up):
+async def test_200_episodes_that_are_given_up_leave_no_session(server, give_up, caplog):
     entry, calls = {"name": "openenv", "url": server.url}, [("act", {"steps": 1})] * 3
     await give_up(entry, None, calls, count=10, within_s=60, task=TASK)
     files = psutil.Process().num_fds()
@@ -280,3 +281,5 @@ async def test_200_episodes_that_are_given_up_leave_no_session(server, give_up):
     async with asyncio.timeout(20):
         while server.sessions or psutil.Process().num_fds() > files:
             await asyncio.sleep(0.01)
+    gc.collect()
+    assert "Unclosed" not in caplog.text, "aiohttp says so of a session that nobody closed"
