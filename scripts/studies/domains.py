@@ -161,6 +161,7 @@ class Judge:
             def _answer(self, body: Mapping[str, Any]) -> None:
                 content = json.dumps(body).encode()
                 self.send_response(200 if judge.is_up else 503)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
