@@ -15,6 +15,7 @@ from verl_ext.doctor.run import Run
 from verl_ext.doctor.suggest import did_you_mean
 from verl_ext.evaluation.store import flatten
 from verl_ext.settings import CONFIGS, compose_run
+from verl_ext.settings.domains import read_domains
 
 SIMILAR = 0.8  # of a misspelt section
 
@@ -98,10 +99,15 @@ def check_verifiers(run: Run) -> Iterator[Finding]:
     """Check that the verifiers under `reward.reward_kwargs` can be imported, by importing them."""
     if not run.has_own_reward:
         return
-    from verl_ext.reward.verifiers import Verifiers, entries_of  # 0.1 s
+    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
 
     try:
-        Verifiers({}, entries_of(run.config))
+        read_domains(run.config)
+    except ValueError as error:
+        yield fail(f"{error} -> Correct the table.")
+        return
+    try:
+        Verifiers.of_run(run.config)
     except Exception as error:  # from whatever a verifier's author wrote
         yield fail(f"{error} -> Correct reward.reward_kwargs.verifiers, or the module that it names.")
 

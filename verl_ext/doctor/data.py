@@ -151,11 +151,11 @@ def check_code_tests(run: Run, *, is_quick: bool = False) -> Iterator[Finding]:
     """
     if not run.has_own_reward:
         return
-    from verl_ext.reward.verifiers import Verifiers, entries_of  # 0.1 s
+    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
     from verl_ext.reward.verifiers.code import CodeVerifier, refused_tests
 
     try:
-        verifiers = Verifiers({}, entries_of(run.config))
+        verifiers = Verifiers.of_run(run.config)
     except Exception:  # from whatever a verifier's author wrote; check_verifiers reports it
         return
     for split, path in run.all_files():

@@ -4,8 +4,10 @@ import asyncio
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.datasets.peek import first_rows
 from verl_ext.datasets.rows import DataError
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
@@ -26,13 +28,14 @@ OPEN_S = 60.0
 
 
 def check_sources_of_rows(run: Run) -> Iterator[Finding]:
-    """Check that the table of domains names the data sources of a sample of the rows."""
+    """Check that the table of domains names the data source of every row."""
     try:
         domains = read_domains(run.config) if run.is_rl else {}
     except ValueError:  # check_config reports it
         return
     for split in ("train", "val") if domains else ():
-        sources = [str(row.get("data_source")) for _, row in _rows(run, split)]
+        rows = chain.from_iterable(first_rows(path, ["data_source"], None) for path in run.files(split))
+        sources = [str(row.get("data_source")) for row in rows]
         try:
             check_sources(run.config, split, sources)
         except ValueError as error:
@@ -91,9 +94,9 @@ def _check_scores(
     run: Run, environments: Any, what: str, rows: list[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[Finding]:
     """Check that what is right for a row scores 1, and nothing at all 0: by the environment, or else the verifier."""
-    from verl_ext.reward.verifiers import Verifiers, entries_of
+    from verl_ext.reward.verifiers import Verifiers
 
-    verifiers = Verifiers(run.config, entries_of(run.config))
+    verifiers = Verifiers.of_run(run.config)
     wrong: list[str] = []
     tried = 0
 

@@ -60,15 +60,17 @@ class Environment:
         config: the run's, with `retool`. Settings of the YAML next to `name` arrive as further keyword arguments.
     Attributes:
         is_stateless: whether a call that infrastructure failed may be made again; never so with state.
-        call_s: seconds that a call of a `tool` may take; None: the run's limit for programs and their queueing.
+        call_s: seconds that a call of a `tool` may take; None: the run's limit for programs and their queueing. A call
+            that takes longer is the model's error, so a tool with a backend needs a shorter limit, after which it
+            raises ToolUnavailable. A tool that is no coroutine works on in its thread.
     """
 
     is_stateless: ClassVar[bool] = False
     call_s: float | None = None
+    config: Any = None
 
     def __init__(self, config: Any = None):
         self.config = config
-        self._turn = asyncio.Lock()  # calls of a turn run one after the other
 
     @classmethod
     def schemas(cls, config: Any = None, **settings: Any) -> dict[str, dict]:
@@ -96,14 +98,17 @@ class Environment:
         if told := unknown_argument(call, _schemas_of_methods(type(self))[call.tool]):
             return told
         async with self._turn:
-            started = time.perf_counter()
+            started, limit = time.perf_counter(), asyncio.timeout(self._limit_s())
             try:
-                async with asyncio.timeout(self._limit_s()):
+                async with limit:
                     if inspect.iscoroutinefunction(method):
                         said = await method(**call.arguments)
                     else:
                         said = await asyncio.to_thread(method, **call.arguments)
             except Exception as error:  # a tool's code may raise anything
+                if limit.expired():  # its arguments made it work for too long
+                    told = f"TimeoutError: no answer within {self._limit_s():g} s"
+                    return CallResult(told, error="timeout", run_s=time.perf_counter() - started)
                 fault = who_is_at_fault(error, call.arguments)
                 if fault is Fault.OURS:
                     error.add_note(f"Raised by {type(self).__name__}.{call.tool} for {call.arguments!r:.200}. {REMEDY}")
@@ -135,6 +140,11 @@ class Environment:
     async def close(self) -> None:
         """Release the sessions, processes and connections of the episode. The loop may close an environment that `open`
         has not finished opening; a second close does nothing."""
+
+    @functools.cached_property
+    def _turn(self) -> asyncio.Lock:
+        """Calls of a turn run one after the other."""
+        return asyncio.Lock()
 
     def _limit_s(self) -> float | None:
         if self.call_s is not None or self.config is None:

@@ -1,7 +1,8 @@
 """The environments by name, as `retool.environment` and the table `retool.domains` choose them.
 
 An entry is a name of BUILT_IN, `FILE.py:NAME` or `package.module:NAME` of a class derived from `Environment`; a section
-with that as `name` and the settings of the class next to it; or a list of entries, whose tools an episode has together:
+with that as `name` and the settings of the class next to it; or a list of entries, whose tools an episode has together.
+With an empty list the model has no tools.
 
     retool:
       environment: [notebook, {name: search, corpus: corpus.jsonl}]
@@ -82,7 +83,10 @@ class Combined(Environment):
     def __init__(self, parts: Sequence[Environment]):
         super().__init__()
         self._parts, self._of_tool = parts, dict[str, Environment]()
-        self.is_stateless = all(part.is_stateless for part in parts)
+
+    @property
+    def is_stateless(self) -> bool:
+        return all(part.is_stateless for part in self._parts)
 
     async def open(self, task: Mapping[str, Any]) -> Opening:
         """Open each with the messages that the one before gave."""
@@ -128,9 +132,9 @@ def _maker(entry: Any, config: Any, tools: Sequence[Any]) -> tuple[Any, dict[str
     kind = _load(str(name))
     try:
         inspect.signature(kind).bind(config, **settings)
-        return partial(kind, config, **settings), kind.schemas(config, **settings)
     except TypeError as error:
         raise ValueError(f"retool.environment: {name} got the settings {settings}: {error}.") from error
+    return partial(kind, config, **settings), kind.schemas(config, **settings)
 
 
 def _load(name: str) -> type[Environment]:

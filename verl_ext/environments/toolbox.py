@@ -60,7 +60,7 @@ class ToolEnvironment(Environment):
 
     def __init__(self, toolbox: Toolbox, interpreter: Any):
         super().__init__()
-        self.is_stateless = not hasattr(interpreter, "close")
+        self._closes = hasattr(interpreter, "close")
         self._interpreter, self._tools, self._timeout_s = interpreter, toolbox.tools, toolbox.timeout_s
         self._schemas = toolbox.schemas
         self._instances: dict[str, str] = {}  # name of a BaseTool -> its instance
@@ -103,7 +103,9 @@ class ToolEnvironment(Environment):
         started, tried = time.perf_counter(), list[int]()
         try:
             async with self._busy.get(call.tool) or nullcontext():
-                response, reward = await self._attempts(call.tool, call.arguments, partial(self._say, call), tried)
+                attempts = 1 if call.tool in self._instances else TOOL_ATTEMPTS  # an instance may have a state
+                said = partial(self._say, call)
+                response, reward = await self._attempts(call.tool, call.arguments, said, tried, attempts)
         except ToolUnavailable as error:
             return CallResult("", failure=str(error), attempts=len(tried))
         except _ToldError as error:
@@ -111,11 +113,15 @@ class ToolEnvironment(Environment):
         text = format_output(response.text, "")
         return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=len(tried))
 
+    @property
+    def is_stateless(self) -> bool:
+        return not self._closes and not self._instances
+
     async def close(self) -> None:
         """Release the instances of tools, each within RELEASE_S; one that fails to is logged."""
         instances, self._instances = self._instances, {}
         releases = [self._release(name, instance) for name, instance in instances.items()]
-        if hasattr(self._interpreter, "close"):
+        if self._closes:
             releases.append(self._interpreter.close())
         await asyncio.gather(*releases)
 

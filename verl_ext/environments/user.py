@@ -35,6 +35,7 @@ and </assistant>; it is never an instruction about who you are or what you write
 or sees that they will not get it, write {stop} and nothing else."""
 BEGIN = "The conversation begins. Write the person's first message."
 CONTROL = "How can I help you?"  # what any simulated user can answer
+REPLY_S = 600.0  # within which an environment must reply (rollout/lives.py): two requests, each with its control
 MAX_CHARS = 8000  # of a turn of the model that the simulated user reads
 
 _TEMPLATE_TOKEN = re.compile(r"<\|[^<>|]*\|>|</?s>|</?(?:start|end)_of_turn>|<eos>|</?assistant>")
@@ -69,8 +70,8 @@ class User(Environment):
         stop: str = STOP,
         temperature: float = 0.7,
         max_tokens: int = 512,
-        timeout_s: float = 120.0,
-        max_attempts: int = 3,
+        timeout_s: float = 60.0,
+        max_attempts: int = 2,
         max_concurrency: int = 64,
         api_key_env: str = "",
     ):
@@ -82,6 +83,11 @@ class User(Environment):
         for name, value in (("timeout_s", timeout_s), ("max_concurrency", max_concurrency)):
             if not value > 0:
                 raise ValueError(f"user: {name} is {value!r}; expected a number above 0.")
+        if (longest := 4 * timeout_s * max_attempts) >= REPLY_S:
+            raise ValueError(
+                f"user: timeout_s={timeout_s} and max_attempts={max_attempts} let a reply take {longest:g} s, but it "
+                f"has {REPLY_S:g}. Lower one of them."
+            )
         self._where = (base_url, api_key_env, timeout_s, max_attempts, max_concurrency)
         self._model, self._system, self._stop, self._left = model, system, stop, max_turns
         self._options = {"temperature": temperature, "max_tokens": max_tokens}

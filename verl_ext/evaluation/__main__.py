@@ -41,6 +41,7 @@ from verl_ext.runs.lock import lock_folder
 from verl_ext.runs.machine import environment
 from verl_ext.runs.parquet import Unreadable
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
+from verl_ext.settings.domains import read_domains
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -140,7 +141,12 @@ def take_samples(args: argparse.Namespace) -> Path:
     if args.model and not (args.model / "config.json").is_file():
         raise ConfigError(_no_model(args.model))
     config, chosen = chosen_settings(args, checkpoint)
-    rows = read_sets(args.data, protocol=config.retool.protocol, limit=args.limit)  # before the minutes of a merge
+    protocols = {name: domain.protocol for name, domain in read_domains(config).items()}
+    protocol = config.retool.protocol
+    rows = read_sets(args.data, protocol=protocol, of_domains=protocols, limit=args.limit)  # before a merge's minutes
+    if protocols and (others := {row["data_source"] for row in rows} - protocols.keys()):
+        named = ", ".join(sorted(others))
+        print(f"retool.domains does not name {named}: the run's own environment and limits apply.", flush=True)
     if checkpoint:
         args.model = merge(checkpoint)
         args.out = args.out or checkpoint.run / "evaluation" / f"global_step_{checkpoint.step}"

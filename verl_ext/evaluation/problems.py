@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from verl_ext.records.problem import problem_of
 NAMES = tuple(sorted(path.stem for path in BUILT_IN.glob("*.jsonl")))
 
 
-def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None) -> list[dict[str, Any]]:
+def read_sets(
+    sources: Sequence[str], *, protocol: str, of_domains: Mapping[str, str] | None = None, limit: int | None = None
+) -> list[dict[str, Any]]:
     """Return rows in verl's columns, with additional `uid` ("aime_2025:7"), `problem` (its name) and `raw_prompt`.
 
     The name is that of `problem_of`, but without the instructions that a known data set puts around the last user
@@ -23,6 +25,7 @@ def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None
     Args:
         sources: names of built-in sets, or paths of parquet or JSONL files in verl's columns.
         protocol: "code" or "hermes", for the instructions around a built-in problem; a file has its own.
+        of_domains: name of a built-in set -> its own protocol.
         limit: take at most this many problems of each set, from its start.
     Raises:
         DataError: there is no such set, two have the same name, or a row lacks prompt, data source or ground truth.
@@ -34,7 +37,7 @@ def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None
             f"Two sets are called {sorted(repeated)[0]}. Rename a file, because samples are named after it."
         )
     for source, name in zip(sources, names, strict=True):
-        found = _built_in(source, protocol) if source in NAMES else _from_file(source)
+        found = _built_in(source, (of_domains or {}).get(source, protocol)) if source in NAMES else _from_file(source)
         found = found[:limit]
         if not found:
             raise DataError(f"{source} has no rows.")

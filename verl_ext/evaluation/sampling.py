@@ -28,6 +28,7 @@ from verl_ext.evaluation.store import Store
 from verl_ext.outcome import UNVERIFIED, RolloutEnd
 from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.reward.rewarder import Rewarder
+from verl_ext.rollout.lives import BY_ENVIRONMENT
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.servers import Server, ServerFailure
@@ -168,7 +169,8 @@ class Sampler:
         """
         seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0, "call_retries": self._retries}
-        if before and failure_of(before) == UNVERIFIED:
+        by_environment = before and (before["verdict"] or {}).get("method", "").startswith(BY_ENVIRONMENT)
+        if before and failure_of(before) == UNVERIFIED and not by_environment:  # else its world is gone
             episode = self._episode_of(task.key, before)
             episode.reward = await self._reward.score_episode(episode, columns)
             after = to_record(episode)

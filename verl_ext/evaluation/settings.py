@@ -17,8 +17,9 @@ _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 # The keys of `retool` and of its sandbox that no sample depends on.
 _OF_TRAINING = (
     *("recorder", "checkpoints", "repeatable", "fleet", "observers"),
-    *("adaptive_n", "validation_schedule", "light_validation", "early_stop"),
+    *("adaptive_n", "curriculum", "validation_schedule", "light_validation", "early_stop"),
 )
+_OF_TRAINED_DOMAIN = ("weight", "train", "val", "n", "max_staleness")
 _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
 
 
@@ -68,6 +69,9 @@ def sample_settings(
     """
     rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
     retool = {name: value for name, value in retool.items() if name not in _OF_TRAINING}
+    for domain in (retool.get("domains") or {}).values():
+        for name in _OF_TRAINED_DOMAIN:
+            domain.pop(name, None)
     retool["sandbox"] = {name: value for name, value in retool["sandbox"].items() if name not in _ADDRESSES}
     sets: dict[str, list] = {}
     for row in rows:

@@ -18,7 +18,7 @@ from verl_ext.records.problem import id_of, problem_of
 from verl_ext.reward.numbers import BrokenReward
 from verl_ext.reward.options import RewardOptions
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, entries_of, problem_text, verify_response
+from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, problem_text, verify_response
 from verl_ext.runs import jsonl
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Rewarder:
     def __init__(self, config: Any, tokenizer: Any):
         self.tokenizer = tokenizer
         self.options = RewardOptions.from_config(config)
-        self.verifiers = Verifiers(config, entries_of(config))
+        self.verifiers = Verifiers.of_run(config)
         self.num_scored = 0
         self.num_unverified = 0
 
@@ -69,7 +69,7 @@ class Rewarder:
         finish_reason = str(episode.finish_reason)
 
         response = await asyncio.to_thread(self._decode, token_ids, spans)
-        score = episode.score or await self._verify(response, sample)
+        score = episode.score if episode.score is not None else await self._verify(response, sample)
         flags = {
             UNVERIFIED: float(score.is_unverified),
             "sandbox_failure": float(finish_reason == RolloutEnd.SANDBOX_FAILURE),

@@ -20,6 +20,7 @@ from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import UNVERIFIED_VERDICT, RolloutEnd
 from verl_ext.protocols.base import Call
 from verl_ext.protocols.trace import schemas_of
+from verl_ext.reward.verifiers import checked_score
 from verl_ext.rollout.ways import Way
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ T = TypeVar("T")
 ATTEMPTS = 3  # of `open` and `score`
 ANSWER_S = 600.0  # within which an environment must open, reply or score
 CLOSE_S = 30.0  # within which it must close
+BY_ENVIRONMENT = "environment: "  # how the method of a score begins that an environment failed to give
 RETRY_PAUSE_S = 2.0  # before something that failed outside the model is tried again; each pause is longer by this much
 
 
@@ -41,7 +43,8 @@ class Life:
     Attributes:
         opening: what the model sees first.
         failure: why the environment could not be opened; None if it could.
-        is_over_time: whether the calls ran for longer than `turn_s` or `episode_s` allows; waiting does not count.
+        is_over_time: whether the calls ran for longer, all together, than `turn_s` or `episode_s` allows; waiting does
+            not count.
     """
 
     def __init__(self, way: Way):
@@ -82,8 +85,14 @@ class Life:
         Args:
             retries: how often a call that infrastructure failed is made again, if the environment has no state.
         """
-        ran = await asyncio.gather(*(self._run(call, retries) for call in calls))
-        turn_s = max((result.run_s for result, _ in ran), default=0.0)
+        running = [asyncio.ensure_future(self._run(call, retries)) for call in calls]
+        try:
+            ran = await asyncio.gather(*running)
+        finally:  # if one raised, no other runs on in an environment that is about to be closed
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        turn_s = sum(result.run_s for result, _ in ran)
         self._ran_s += turn_s
         limits = ((turn_s, self._turn_s), (self._ran_s, self._episode_s))
         self.is_over_time = any(limit is not None and seconds > limit for seconds, limit in limits)
@@ -114,16 +123,24 @@ class Life:
         return messages, None if messages is not None else RolloutEnd.ANSWER
 
     async def score(self, episode: Episode) -> Score | None:
-        """Return the environment's score, "unknown" if it fails to give one; None if it leaves that to a verifier."""
+        """Return the environment's score, "unknown" if it fails to give one; None if it leaves that to a verifier.
+
+        Raises:
+            BrokenReward: the score is none, or its `acc` is no finite number in [0, 1].
+        """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await _in_time(self._environment.score(episode))
+                score = await _in_time(self._environment.score(episode))
+                if score is None:
+                    return None
+                score = checked_score(type(self._environment).__name__, score)
+                return replace(score, method=BY_ENVIRONMENT + score.method) if score.is_unverified else score
             except ToolUnavailable as error:
                 logger.warning("an environment failed to score (%d of %d): %s", attempt, ATTEMPTS, error)
                 why = str(error)
             if attempt < ATTEMPTS:
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
-        return Score(None, "", UNVERIFIED_VERDICT, f"environment: {why}")
+        return Score(None, "", UNVERIFIED_VERDICT, f"{BY_ENVIRONMENT}{why}")
 
 
 async def _in_time(answer: Awaitable[T]) -> T:
@@ -142,9 +159,11 @@ async def _in_time(answer: Awaitable[T]) -> T:
 
 
 async def _close(environment: Environment) -> None:
-    """Close an environment, also if the episode raised or was cancelled. One that is too slow is logged, and holds
-    nobody."""
+    """Close an environment, also if the episode raised or was cancelled. One that is too slow, or raises, is logged,
+    and costs no episode."""
     try:
         await asyncio.wait_for(asyncio.shield(environment.close()), CLOSE_S)
     except TimeoutError:
         logger.warning("An environment was not closed in %g s.", CLOSE_S)
+    except Exception:  # of whoever wrote it
+        logger.exception("An environment could not be closed.")

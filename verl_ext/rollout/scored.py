@@ -67,7 +67,7 @@ class ScoredEpisodes:
                 cause = episode.end if episode.end in INFRASTRUCTURE_FAILURES else None
                 if cause in (None, RolloutEnd.SANDBOX_FAILURE) or number > retries:
                     return episode
-                if cause == RolloutEnd.UNVERIFIED:
+                if cause == RolloutEnd.UNVERIFIED and episode.score is None:
                     episode.reward = None
                 else:
                     episode = None

@@ -38,12 +38,8 @@ def with_run(domain: Domain, config: "DictConfig") -> Domain:
     found = {name: _plain(config, f"retool.{name}") for name in _OF_RUN}
     found["environment"] = found["environment"] or Retool.environment
     found["response_tokens"] = _plain(config, "actor_rollout_ref.rollout.response_length")
-    most = found["response_tokens"]
-    if most and domain.response_tokens and domain.response_tokens > most:
-        raise ValueError(
-            f"retool.domains: response_tokens={domain.response_tokens} is above data.max_response_length={most}, which "
-            "bounds every response. Lower it, or raise the bound."
-        )
+    if found["response_tokens"] and domain.response_tokens:
+        domain = replace(domain, response_tokens=min(domain.response_tokens, found["response_tokens"]))
     return replace(domain, **{name: value for name, value in found.items() if getattr(domain, name) is None})
 
 
@@ -60,21 +56,29 @@ def use_files(config: "DictConfig") -> None:
     """
     domains = read_domains(config).values()
     for split, key in (("train", "train_files"), ("val", "val_files")):
-        if files := [file for domain in domains for file in _listed(getattr(domain, split))]:
-            config.data[key] = files
+        if files := dict.fromkeys(file for domain in domains for file in _listed(getattr(domain, split))):
+            config.data[key] = [*files]
 
 
 def check_sources(config: "DictConfig", split: str, sources: Iterable[str]) -> None:
-    """Check that the table has a domain for each row, and training rows for each domain with a weight.
+    """Check that the table has a domain for each row, training rows for each domain with a weight, and limits that
+    hold.
 
     Args:
         sources: `data_source` of every row of the split.
     Raises:
-        ValueError: names the domains that lack a row in the table, or rows in the data.
+        ValueError: names the domains that lack a row in the table, or rows in the data; or the limit.
     """
     domains = read_domains(config)
     if not domains:
         return
+    most = _plain(config, "data.max_response_length")
+    for name, row in _plain(config, "retool.domains").items():
+        if most and (row.get("response_tokens") or 0) > most:
+            raise ValueError(
+                f"retool.domains.{name}.response_tokens is {row['response_tokens']}, above data.max_response_length="
+                f"{most}, which bounds every response. Lower it, or raise the bound."
+            )
     counts: dict[str, int] = {}
     for source in sources:
         counts[source] = counts.get(source, 0) + 1

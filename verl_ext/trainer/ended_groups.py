@@ -108,7 +108,8 @@ class EndedGroups(ReplayBufferAsync):
                 self._count_group(uid, episodes, excluded[uid], uid in raised, lost[uid])
                 counts = self._of_domain[name := self.domains.of(uid)]
                 failed = self._groups[uid].end is PromptEnd.FAILED
-                self.domains.ended(name, failed, describe(counts.seen.excluded), global_steps)
+                if uid not in raised:  # a bug of ours is no reason to go on without a domain
+                    self.domains.ended(name, failed, describe(counts.seen.excluded), global_steps)
 
     def _drop_too_old(self, first_seen: set[str]) -> None:
         """Drop the rollouts that are too old from all useful waiting groups; `first_seen` ones are not counted yet."""

@@ -91,3 +91,8 @@ def test_rows_that_the_table_does_not_name_are_a_failure(look):
     (found,) = look([row("a", "2"), row("b", "2")], {"a": {}}, domains.check_sources_of_rows)
     assert found.level == Level.FAIL and "does not name: 'b' (1 rows)" in found.message
     assert look([row("a", "2")], None, domains.check_sources_of_rows) == []
+
+
+def test_a_domain_of_few_rows_among_many_is_found(look):
+    rows = [row("many", "2")] * 3000 + [row("rare", "2")] + [row("many", "2")] * 3000
+    assert look(rows, {"many": {}, "rare": {}}, domains.check_sources_of_rows) == []

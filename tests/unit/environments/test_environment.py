@@ -13,6 +13,7 @@ from verl_ext.environments import by_name
 from verl_ext.environments.base import Environment, Opening
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 from verl_ext.episode import CallResult, Score
+from verl_ext.reward.numbers import BrokenReward
 from verl_ext.rollout import lives
 
 PARAMETERS = {"type": "object", "properties": {}, "required": []}
@@ -156,6 +157,49 @@ def test_calls_that_run_too_long_end_the_response_as_the_models_failure_and_it_i
     assert world.log.count("call") == ends and world.log[-2:] == ["score", "close"]
 
 
+def test_the_calls_of_a_turn_count_together(live, say):
+    class Slow(World):
+        async def call(self, call: Any) -> CallResult:
+            return CallResult("done", run_s=0.6)
+
+    episode, _ = live(Slow(), say(called("count", "count")), turn_s=1.0, max_parallel_calls=2)
+    assert episode.finish_reason == "timeout"
+
+
+def test_a_call_that_raises_stops_its_siblings_before_the_environment_is_closed(live, say):
+    class Torn(World):
+        async def call(self, call: Any) -> CallResult:
+            number = self.log.count("call")
+            self._note("call")
+            if number:
+                raise KeyError("a bug")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.log.append("stopped")
+
+    world = Torn()
+    with pytest.raises(KeyError, match="a bug"):
+        live(world, say(called("count", "count")), max_parallel_calls=2)
+    assert world.log == ["open", "call", "call", "stopped", "close"]
+
+
+@pytest.mark.parametrize("score", [Score.graded(5.0, "", "x"), Score(None, "", "wrong", "x"), 0.0, 1.0])
+def test_a_score_that_is_none_stops_the_run(live, say, score):
+    with pytest.raises(BrokenReward, match="World returned"):
+        live(World(score=score), say("2"))
+
+
+def test_an_unknown_score_of_an_environment_says_where_it_is_from(live, say):
+    episode, _ = live(World(score=Score(None, "", "unknown", "the judge slept")), say("2"))
+    assert episode.score.method == f"{lives.BY_ENVIRONMENT}the judge slept"
+
+
+def test_an_environment_that_cannot_close_costs_no_episode(live, say, caplog):
+    episode, _ = live(World(raises={"close": OSError("gone")}), say("2"))
+    assert episode.finish_reason == "answer" and "could not be closed" in caplog.text
+
+
 def test_replays_of_a_notebook_are_counted(live, say):
     class Replayed(World):
         async def call(self, call: Any) -> CallResult:
@@ -238,12 +282,15 @@ def test_an_environment_that_does_not_close_holds_no_episode(live, say, caplog, 
 # Environments of one's own ------------------------------------------------------------------------------------------
 
 STACK = '''
+import time
+
 from verl_ext.environments.base import Environment, tool
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 
 class Stack(Environment):
-    def __init__(self, config, size=2):
-        super().__init__(config)
+    call_s = 0.1
+
+    def __init__(self, config, size=2):  # without the base class's: it needs nothing
         self.items, self.size = [], size
 
     @tool
@@ -259,6 +306,8 @@ class Stack(Environment):
             raise ToolUnavailable("the store is down")
         if item == 13:
             return None
+        if item == 99:
+            time.sleep(0.5)
         self.items.append(item)
         return str(len(self.items))
 '''
@@ -310,6 +359,12 @@ def test_a_failure_of_an_environments_backend_is_the_infrastructures_and_a_bug_i
     assert episode.finish_reason == "sandbox_failure"
     with pytest.raises(TypeError, match="Stack.push returned None"):
         stack(push(13))
+
+
+def test_a_tool_that_works_for_too_long_is_the_models_error(stack):
+    episode, told, _ = stack(push(99), push(1), "done")
+    assert "TimeoutError: no answer within 0.1 s" in told and episode.use.errors == {"timeout": 1}
+    assert episode.finish_reason == "answer"
 
 
 def test_settings_stand_next_to_the_name_and_a_list_joins_the_tools(stack):
@@ -398,6 +453,19 @@ def test_a_tool_has_one_instance_in_an_episode_and_runs_the_calls_of_a_turn_in_o
     told = tokenizer.decode(server.calls[2]["prompt_ids"])
     assert [told.find(f"<|im_start|>tool\n{n}<|im_end|>") > 0 for n in (1, 2, 3)] == [True] * 3
     assert episode.use.calls == 3
+
+
+def test_a_call_of_an_instance_is_made_once_even_if_its_backend_fails(roll_out, qwen_tokenizer, counter):
+    tool = counter()
+
+    async def fail(instance_id, parameters, **kwargs):
+        tool.log.append("execute")
+        raise ConnectionError("lost after it counted")
+
+    tool.execute = fail
+    turn = qwen_tokenizer.encode(called("count")) + [qwen_tokenizer.eos_token_id]
+    episode, *_ = roll_out(qwen_tokenizer, [turn], tools=[tool], protocol="hermes", response_length=300)
+    assert tool.log.count("execute") == 1 and episode.finish_reason == "sandbox_failure"
 
 
 def test_a_tool_that_was_not_selected_has_no_instance(roll_out, tokenizer, say, counter):

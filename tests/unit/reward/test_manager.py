@@ -284,7 +284,7 @@ def test_what_is_no_accuracy_stops_the_run_and_names_verifier_value_and_row(make
         BrokenReward, match=r"row 7 of data_source 'tiny' cannot be scored: FreeVerifier returned"
     ) as raised:
         score(manager, "text")
-    assert said in str(raised.value) and "Correct the verifier." in str(raised.value)
+    assert said in str(raised.value) and "Correct FreeVerifier." in str(raised.value)
 
 
 def test_tensors_that_are_no_accuracy_stop_the_run(make_manager, monkeypatch):

@@ -33,13 +33,19 @@ def test_what_a_domain_leaves_out_is_the_runs_own_value():
         ({"protocol": "xml"}, "retool.domains.sums.protocol is 'xml'; expected one of code, hermes"),
         ({"environment": 3}, "expected a string or a section or a list"),
         ({"weight": 0}, "every weight is 0"),
-        ({"response_tokens": 10**6}, "is above data.max_response_length"),
         (None, "retool.domains.sums is None, but it is a section"),
     ],
 )
 def test_a_wrong_row_is_named(row, message):
     with pytest.raises(ValueError, match=message):
         read_domains(run_with({"sums": row}))
+
+
+def test_a_bound_on_every_response_bounds_a_domains_and_the_start_says_so():
+    config = run_with({"sums": {"response_tokens": 10**6}})
+    assert read_domains(config)["sums"].response_tokens == config.data.max_response_length
+    with pytest.raises(ValueError, match="sums.response_tokens is 1000000, above data.max_response_length"):
+        check_sources(config, "val", [])
 
 
 def test_the_start_of_a_run_refuses_a_wrong_row_too():
@@ -50,6 +56,7 @@ def test_the_start_of_a_run_refuses_a_wrong_row_too():
 def test_files_of_domains_replace_the_runs():
     config = run_with({"sums": {"train": ["a.parquet", "b.parquet"]}, "code": {"train": "c.parquet"}})
     val = config.data.val_files
+    use_files(config)
     use_files(config)
     assert list(config.data.train_files) == ["a.parquet", "b.parquet", "c.parquet"] and config.data.val_files == val
 

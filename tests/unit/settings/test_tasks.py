@@ -15,7 +15,7 @@ TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 @pytest.mark.parametrize("name", ["tiny_dapo", "qwen3-4b_dapo"])
 def test_a_task_fits_a_run_and_its_parts_can_be_made(task, name, tmp_path, monkeypatch):
     from verl_ext.environments.by_name import Environments
-    from verl_ext.reward.verifiers import Verifiers, entries_of
+    from verl_ext.reward.verifiers import Verifiers
 
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     monkeypatch.chdir(REPO)
@@ -23,7 +23,7 @@ def test_a_task_fits_a_run_and_its_parts_can_be_made(task, name, tmp_path, monke
     config = compose_run(name, [f"+task={task}"])
     check(config.retool, Retool)
     domains = read_domains(config)
-    verifiers = Verifiers(config, entries_of(config))
+    verifiers = Verifiers.of_run(config)
     for source, domain in (domains or {"": of_whole_run(config)}).items():
         assert Environments(domain.environment, config).make() is not None
         assert verifiers.find(source, "") is not None

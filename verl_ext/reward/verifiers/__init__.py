@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from glob import escape
 from typing import Any, Protocol
 
 from verl_ext.reward.numbers import BrokenReward, finite
@@ -88,7 +87,7 @@ async def verify_response(
         Exception: the verifier's, if it raises on a plain response to the same row as well.
     """
     try:
-        return _checked(verifier, await verifier.verify(response_text, ground_truth, sample))
+        return checked_score(type(verifier).__name__, await verifier.verify(response_text, ground_truth, sample))
     except BrokenReward:
         raise
     except RAISED_BY_TEXT as error:
@@ -100,11 +99,15 @@ async def verify_response(
         return Score(0.0, "", "wrong", f"error: {type(error).__name__}")
 
 
-def _checked(verifier: Verifier, score: Any) -> Score:
-    name = type(verifier).__name__
+def checked_score(name: str, score: Any) -> Score:
+    """Return the score of a verifier or an environment, with `acc` as a float.
+
+    Raises:
+        BrokenReward: it is no `Score`, or `acc` is no finite number in [0, 1]; the message has the class's `name`.
+    """
     if not isinstance(score, Score):
         raise BrokenReward(
-            f"{name} returned {score!r:.200}: expected a Score (verl_ext/reward/score.py). Correct the verifier."
+            f"{name} returned {score!r:.200}: expected a Score (verl_ext/reward/score.py). Correct {name}."
         )
     if score.is_unverified and score.acc is None:
         return score
@@ -112,40 +115,49 @@ def _checked(verifier: Verifier, score: Any) -> Score:
     if acc is None or not 0.0 <= acc <= 1.0:
         raise BrokenReward(
             f"{name} returned acc={score.acc!r:.200} with the verdict {score.verdict!r}: expected a finite number "
-            "in [0, 1], or None with 'unknown' for a response that it cannot judge. Correct the verifier."
+            f"in [0, 1], or None with 'unknown' for a response that it cannot judge. Correct {name}."
         )
     return replace(score, acc=acc)
-
-
-def entries_of(config: Any) -> dict[str, Any]:
-    """Return what a run says of its verifiers, pattern -> entry: of its domains first, then `reward_kwargs.verifiers`.
-
-    Args:
-        config: the run's.
-    """
-    of_domains = {escape(name): domain.verifier for name, domain in read_domains(config).items() if domain.verifier}
-    return of_domains | dict((config["reward"].get("reward_kwargs") or {}).get("verifiers") or {})
 
 
 class Verifiers:
     """The verifiers of one run: finds them, and builds each when the first row asks for it."""
 
-    def __init__(self, config: Mapping[str, Any], entries: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        entries: Mapping[str, Any] | None = None,
+        of_domains: Mapping[str, Any] | None = None,
+    ):
         """
         Args:
             config: the whole run's; verifiers may read their servers from it.
             entries: pattern -> dotted path, or {path: dotted path, setting: value, ...}.
+            of_domains: the same for names of data sources, which are no patterns and come first.
         Raises:
             ValueError: an entry has no path, or the path leads nowhere.
         """
         own = dict(entries or {})
-        self._entries: list[tuple[str, type[Verifier], Callable[[], Verifier]]] = []
-        for pattern, entry in [*own.items(), *(item for item in BUILT_IN.items() if item[0] not in own)]:
+
+        def made(pattern: str, entry: Any) -> tuple[str, type[Verifier], Callable[[], Verifier]]:
             settings = {"path": entry} if isinstance(entry, str) else dict(entry)
             kind = _import_class(settings.pop("path", None), pattern)
-            self._entries.append((pattern.lower(), kind, cache(partial(kind, config, **settings))))
-        maths = _import_class(MATH, "mathematics")
-        self._maths = "", maths, cache(partial(maths, config))
+            return pattern.lower(), kind, cache(partial(kind, config, **settings))
+
+        self._of_domain = {name: made(name, entry) for name, entry in (of_domains or {}).items()}
+        others = [item for item in BUILT_IN.items() if item[0] not in own]
+        self._entries = [made(*item) for item in [*own.items(), *others]]
+        self._maths = made("", MATH)
+
+    @classmethod
+    def of_run(cls, config: Any) -> "Verifiers":
+        """Return the verifiers of a run: those of its domains, then `reward.reward_kwargs.verifiers`.
+
+        Raises:
+            ValueError: as the constructor, or the table of domains is wrong.
+        """
+        of_domains = {name: domain.verifier for name, domain in read_domains(config).items() if domain.verifier}
+        return cls(config, (config["reward"].get("reward_kwargs") or {}).get("verifiers"), of_domains)
 
     def find(self, data_source: str, ability: str) -> Verifier:
         """Return the verifier of the first pattern that fits the data source, else the ability, else that for maths."""
@@ -156,6 +168,8 @@ class Verifiers:
         return self._entry(data_source, ability)[1]
 
     def _entry(self, data_source: str, ability: str) -> tuple[str, type[Verifier], Callable[[], Verifier]]:
+        if data_source in self._of_domain:
+            return self._of_domain[data_source]
         for name in (data_source, ability):
             for entry in self._entries:
                 if fnmatchcase(name.lower(), entry[0]):

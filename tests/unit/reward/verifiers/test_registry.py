@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.reward.verifiers import BUILT_IN, MATH, Verifiers, entries_of
+from verl_ext.reward.verifiers import BUILT_IN, MATH, Verifiers
 
 
 def name_of(verifiers, data_source, ability=""):
@@ -72,12 +72,14 @@ def test_a_domain_names_its_verifier_by_name_or_by_file_and_comes_first(tmp_path
     file = tmp_path / "own.py"
     file.write_text(OWN)
     table = {"a*b": {"verifier": {"path": f"{file}:Yes", "word": "ja"}}, "science": {"verifier": "multiple_choice"}}
+    table |= {"Code": {"verifier": "exact"}, "code": {"verifier": "ifeval"}}
     config = OmegaConf.create(
         {"retool": {"domains": table}, "reward": {"reward_kwargs": {"verifiers": {"s*": MATH, "code": MATH}}}}
     )
-    verifiers = Verifiers(config, entries_of(config))
+    verifiers = Verifiers.of_run(config)
     assert name_of(verifiers, "science") == "ChoiceVerifier", "before the run's own pattern s*"
-    assert name_of(verifiers, "sums") == name_of(verifiers, "code") == "MathVerifier"
+    assert name_of(verifiers, "sums") == "MathVerifier"
+    assert (name_of(verifiers, "Code"), name_of(verifiers, "code")) == ("ExactVerifier", "IfevalVerifier")
     assert name_of(verifiers, "axb") == "MathVerifier", "the name of a domain is no pattern"
     assert asyncio.run(verifiers.find("a*b", "").verify("ja", "", {})).acc == 1.0
 
