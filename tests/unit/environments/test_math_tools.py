@@ -156,7 +156,7 @@ def test_a_plot_says_in_words_what_one_would_see():
         "",
         "1" * 3000,
         "sine(x)",
-        "x" + "^x" * 300,
+        "x" + "^x" * 900,
         "(" * 300 + ")" * 300,
         {"expression": 1},
         None,
