@@ -47,6 +47,7 @@ BUDGETS = {
     "docs/evidence/index.md": 300,
     "docs/evidence/small-models.md": 500,
     "docs/evidence/objectives.md": 500,
+    "docs/evidence/environments.md": 350,
     "docs/evidence/async.md": 450,
     "docs/evidence/faults.md": 500,
     "docs/evidence/gpu.md": 450,

@@ -150,7 +150,10 @@ class RetoolAgentLoop(AgentLoopBase):
             if rollout.is_turn_open:
                 continue
             thinking = rollout.begins_thinking
-            calls = [] if aborted else protocol.parse(text, tools, ended=ended, thinking=thinking)
+            has_calls = not aborted and (
+                tools or not protocol.call_ends_turn
+            )  # else the text is an answer, or an action
+            calls = protocol.parse(text, tools, ended=ended, thinking=thinking) if has_calls else []
             if calls:
                 reason = await self._tool_turn(rollout, life, way, text, calls, ended, task.get("call_retries", 0))
             elif aborted:

@@ -367,6 +367,11 @@ def test_a_tool_that_works_for_too_long_is_the_models_error(stack):
     assert episode.finish_reason == "answer"
 
 
+def test_without_tools_what_looks_like_a_call_is_an_answer(stack):
+    episode, told, _ = stack(push(1), entry=[])
+    assert episode.finish_reason == "answer" and not told
+
+
 def test_settings_stand_next_to_the_name_and_a_list_joins_the_tools(stack):
     episode, told, _ = stack(push(3), push(4), "done", entry=["python", {"name": "STACK", "size": 1}])
     assert "the stack is full" in told and episode.use.ok == 1
