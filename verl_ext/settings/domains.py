@@ -36,7 +36,8 @@ def read_domains(config: "DictConfig") -> dict[str, Domain]:
 def with_run(domain: Domain, config: "DictConfig") -> Domain:
     """Return a domain with the run's own values in place of None, as far as the run has them."""
     found = {name: _plain(config, f"retool.{name}") for name in _OF_RUN}
-    found["environment"] = found["environment"] or Retool.environment
+    if found["environment"] is None:  # not [], an environment without tools
+        found["environment"] = Retool.environment
     found["response_tokens"] = _plain(config, "actor_rollout_ref.rollout.response_length")
     if found["response_tokens"] and domain.response_tokens:
         domain = replace(domain, response_tokens=min(domain.response_tokens, found["response_tokens"]))
