@@ -121,6 +121,9 @@ class SandboxClient:
                 if result.status == "sandbox_failure":
                     await self.end_session(session_id, timeout_s=deadline - time.monotonic())
                 return result
+        except asyncio.CancelledError:
+            session.is_cut = True
+            raise
         except TimeoutError:
             return _failure(f"an earlier call of the session still runs after {self._queue_timeout_s:g} s")
 
@@ -200,7 +203,8 @@ class SandboxClient:
         session = self._sessions.drop(session_id)
         if session is None or session.server is None:
             return
-        url = f"{self._urls[session.server]}/v1/sessions/{quote(session_id, safe='')}"
+        given_up = "?given_up" if session.is_cut or session.lock.locked() else ""  # a call may be on its way
+        url = f"{self._urls[session.server]}/v1/sessions/{quote(session_id, safe='')}{given_up}"
         timeout = aiohttp.ClientTimeout(total=min(max(timeout_s, 0.01), END_TIMEOUT_S))
         with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             async with self._open_http().delete(url, timeout=timeout):

@@ -16,6 +16,7 @@ RENEWALS = 4  # within `idle_s`
 class Session:
     server: int | None = None  # the one that has it
     calls: int = 0  # answered ones
+    is_cut: bool = False  # a call was cancelled
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls run one at a time, so that they can be counted
 
 

@@ -27,6 +27,11 @@ class FakeServer:
     def __init__(self) -> None:
         self.script: list[Callable[[], web.Response | Awaitable[web.Response]]] = [answer]
         self.bodies: list[dict] = []
+        self.ends: list[str] = []  # queries of the ends of sessions
+
+    async def end(self, request: web.Request) -> web.Response:
+        self.ends.append(request.query_string)
+        return web.Response(status=404)
 
     async def handle(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
@@ -36,6 +41,7 @@ class FakeServer:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/run_code", self.handle)
+        app.router.add_delete("/v1/sessions/s", self.end)
         self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()

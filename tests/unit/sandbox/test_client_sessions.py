@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.unit.sandbox.fake_server import answer, in_session
+from tests.unit.sandbox.fake_server import answer, hang, in_session
 from verl_ext.sandbox import running_server
 from verl_ext.sandbox.limits import SERVER_NAME
 
@@ -111,6 +111,24 @@ async def test_a_lost_program_is_told_apart_from_a_lost_server(start, client_of,
     server = await start(lambda: web.json_response(lost, headers={"Server": SERVER_NAME}))
     assert (await client_of([server.url]).run("pass", session_id="s")).program_lost
     assert not (await client_of(down[:1]).run("pass", session_id="s")).program_lost
+
+
+async def test_server_is_told_that_a_call_may_come_after_the_end(start, client_of):
+    calls = iter(range(1, 100))
+    server = await start(lambda: in_session(next(calls)), hang, hang, lambda: web.Response(status=500))
+    client = client_of([server.url])
+    await client.run("pass", session_id="s")
+    await client.end_session("s")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(client.run("pass", session_id="s"), 0.1)
+    await client.end_session("s")
+    running = asyncio.create_task(client.run("pass", session_id="s"))
+    while len(server.bodies) < 3:
+        await asyncio.sleep(0.01)
+    await client.end_session("s")
+    running.cancel()
+    assert (await client.run("pass", session_id="s")).status == "sandbox_failure"
+    assert server.ends == ["", "given_up", "given_up", "given_up"]
 
 
 async def test_new_session_goes_to_another_server_than_one_that_is_down(start, client_of, down):

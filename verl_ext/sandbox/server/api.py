@@ -173,7 +173,8 @@ class Routes:
             return _overloaded(exc, 503)[0]
 
     async def end_session(self, http_request: web.Request) -> web.Response:
-        ended = await self._sessions.end(http_request.match_info["session_id"])
+        given_up = "given_up" in http_request.query
+        ended = await self._sessions.end(http_request.match_info["session_id"], given_up=given_up)
         return web.json_response({"ended": ended}, status=200 if ended else 404)
 
 

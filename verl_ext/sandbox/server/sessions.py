@@ -46,8 +46,8 @@ class Sessions:
     def __init__(self, pool: Pool, *, max_sessions: int, idle_s: float) -> None:
         self.pool, self.max_sessions, self.idle_s = pool, max_sessions, idle_s
         self._sessions: dict[str, Session] = {}
-        # Ids of ends that came before any call. A client that gives up sends the end on another connection than the
-        # call, which may arrive later, and would begin a session that nobody ends.
+        # Ids that were given up before any call came. A client that gives up sends the end on another connection than
+        # the call, which may arrive later, and would begin a session that nobody ends.
         self._ended: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -91,9 +91,15 @@ class Sessions:
                 self._start_clock(session_id, session)
         return len(known)
 
-    async def end(self, session_id: str) -> bool:
-        """End a session, after the call that may be running; return False if there is none, and none may begin."""
+    async def end(self, session_id: str, *, given_up: bool = False) -> bool:
+        """End a session, after the call that may be running; return False if there is none.
+
+        Args:
+            given_up: a call may come later than this, which must begin none.
+        """
         session, ending = self._sessions.get(session_id), None
+        if session is None and not given_up:
+            return False
         if session is None:
             self._ended[session_id] = None
             if len(self._ended) > MAX_ENDED:

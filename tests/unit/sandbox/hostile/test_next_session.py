@@ -17,8 +17,6 @@ class OneWorker(HostileServer):
     def __init__(self) -> None:
         super().__init__("--isolation", ISOLATION, "--max-sessions", "1")
         self.without = {process.pid for process in self.descendants()}
-        self.session("pass")
-        (self.worker,) = self.own()
 
     def own(self) -> list[psutil.Process]:
         """Return the processes for sessions: the worker first, then its program."""
@@ -38,8 +36,12 @@ class OneWorker(HostileServer):
 @pytest.fixture(scope="module")
 def server() -> Iterator[OneWorker]:
     server = OneWorker()
-    yield server
-    server.stop()
+    try:
+        server.session("pass")
+        (server.worker,) = server.own()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -311,11 +311,14 @@ def test_one_session_too_many_is_503_with_retry_after_and_runs_nothing(server):
 
 def test_call_that_comes_after_the_end_of_its_session_begins_none(server):
     """As the call of a client that gave up may: it goes by another connection."""
-    assert end(server, "given up") == 404
-    body = json.dumps({"code": "1", "language": "python", "session_id": "given up"}).encode()
+    assert server.request("/v1/sessions/late?given_up", method="DELETE")[0] == 404
+    body = json.dumps({"code": "1", "language": "python", "session_id": "late"}).encode()
     status, _, answer = server.post(body)
     assert status == 422 and "ended before it began" in answer["detail"][0]["msg"]
-    assert renew(server, "given up") == (200, {"renewed": 0})
+    assert renew(server, "late") == (200, {"renewed": 0})
+    assert end(server, "another") == 404, "which may begin later"
+    assert said(server.run("1", session_id="another")) == (1, True)
+    end(server, "another")
 
 
 async def test_ends_of_unknown_sessions_take_no_memory_for_long(monkeypatch):
@@ -323,7 +326,7 @@ async def test_ends_of_unknown_sessions_take_no_memory_for_long(monkeypatch):
     pool = Pool(workers=1, max_output_bytes=1000, preload=())
     sessions = Sessions(pool, max_sessions=1, idle_s=60)
     for name in "abc":
-        await sessions.end(name)
+        await sessions.end(name, given_up=True)
     request = {"code": "1", "stdin": None, "run_timeout": 5, "memory_limit_MB": -1, "files": {}, "fetch_files": []}
     request["echo_last_expression"] = False
     with pytest.raises(SessionEndedError):
