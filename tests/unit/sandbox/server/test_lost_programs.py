@@ -73,11 +73,20 @@ async def lose(pool: Pool, number: signal.Signals = signal.SIGKILL, **options: f
 
 def kill_all() -> None:
     """Kill all; return once the zygote has ended, before the pool sees any end: it may take more than ZYGOTE_END_S."""
-    for process in my_processes():
+    killed = my_processes()
+    for process in killed:
         with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
             process.kill()
-    while my_processes():
+    while any(map(lives, killed)):
         time.sleep(0.01)
+
+
+def lives(process: psutil.Process) -> bool:
+    """A process that is ending has no command line any more, and `my_processes` no longer finds it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def assert_blamed(result: dict) -> None:
