@@ -72,7 +72,8 @@ def _check_way(
         is_shown = protocol == "hermes"  # the other protocol has no turns of tools
         whole = render(tokenizer, trace, template_kwargs(run), tools=schemas) if is_shown else None
     except ValueError as error:
-        yield fail(f"SFT or rollout refuses a trace{where} with a call: {error} -> {CHAT_MODEL}")
+        advice = CHAT_MODEL if "template" in str(error) else "Correct the setting or the model."
+        yield fail(f"SFT or rollout refuses a trace{where} with a call: {error} -> {advice}")
         return
     ids, mask = tokens
     if difference := first_difference(tokenizer, tokens, rollout):

@@ -131,7 +131,14 @@ def _check_scores(
 async def _by_environment(environments: Any, task: Mapping[str, Any]) -> dict[str, float | None]:
     """Return what an environment scores for the row's `extra_info.gold_calls` (JSON: a list of name and arguments), if
     there are any, and for no call; nothing if it leaves the score to a verifier."""
-    calls = json.loads((task.get("extra_info") or {}).get("gold_calls") or "[]")
+    text = (task.get("extra_info") or {}).get("gold_calls") or "[]"
+    try:
+        calls = [(call["name"], dict(call["arguments"])) for call in json.loads(text)]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"extra_info.gold_calls is {text!r:.200}; expected JSON text of "
+            '[{"name": ..., "arguments": {...}}, ...]'
+        ) from error
     found = {}
     for kind in ("right", "empty") if calls else ("empty",):
         environment = environments.make()
@@ -139,7 +146,7 @@ async def _by_environment(environments: Any, task: Mapping[str, Any]) -> dict[st
             async with asyncio.timeout(OPEN_S):
                 await environment.open(task)
                 for call in calls if kind == "right" else ():
-                    await environment.call(Call(call["name"], call["arguments"], 0))
+                    await environment.call(Call(*call, 0))
                 episode = Episode(EpisodeKey("doctor", 0), rows=[TokenRow()], use=ToolUse(), finish_reason="answer")
                 score = await environment.score(episode)
         finally:

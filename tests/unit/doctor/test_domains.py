@@ -79,6 +79,12 @@ def test_a_right_answer_that_scores_nothing_is_a_warning_and_a_broken_row_a_fail
     assert scores.level == Level.FAIL and "expected one letter" in scores.message
 
 
+def test_gold_calls_of_another_form_are_named(look, tmp_path):
+    table = {"a": {"environment": f"{tmp_path}/world.py:World"}}
+    (_, scores) = look([row("a", "2", gold_calls="put(3)")], table)
+    assert scores.level == Level.FAIL and "extra_info.gold_calls is 'put(3)'; expected JSON text" in scores.message
+
+
 def test_an_environment_that_cannot_be_opened_is_named(look, tmp_path):
     table = {"a": {"environment": {"name": f"{tmp_path}/world.py:World", "down": True}}}
     (found,) = look([row("a", "2")], table)
