@@ -60,7 +60,7 @@ MODES = {
 }
 
 # Files of a run's folder that another machine needs besides the newest checkpoint (docs/guides/resume.md).
-MOVED_FILES = [checkpoints.TRACKER, "*.jsonl"]
+MOVED_FILES = [checkpoints.TRACKER, "*.json*"]
 
 # For each start that is killed: `<moment>:<n>` of moments.py, and the checkpoint's step from which the next resumes.
 Kills = list[tuple[str, int]]
