@@ -217,4 +217,4 @@ async def test_episodes_that_are_given_up_leave_nothing_behind(simulator, give_u
     threads, children = threading.active_count(), psutil.Process().children()  # other tests may have left some
     assert await give_up(entry, None, (), within_s=0.04, task=ROW, turns=["Yes?"] * 3) < 200
     assert await give_up(entry, None, (), count=8, within_s=60, task=ROW, turns=["Yes?"]) == 8, "all slots are free"
-    assert threading.active_count() <= threads + 8 and psutil.Process().children() == children
+    assert threading.active_count() <= threads + 8 and {*psutil.Process().children()} <= {*children}
