@@ -169,7 +169,7 @@ class Sampler:
         """
         seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0, "call_retries": self._retries}
-        by_environment = before and (before["verdict"] or {}).get("method", "").startswith(BY_ENVIRONMENT)
+        by_environment = before and ((before["verdict"] or {}).get("rule") or "").startswith(BY_ENVIRONMENT)
         if before and failure_of(before) == UNVERIFIED and not by_environment:  # else its world is gone
             episode = self._episode_of(task.key, before)
             episode.reward = await self._reward.score_episode(episode, columns)

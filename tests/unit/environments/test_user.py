@@ -125,6 +125,7 @@ async def test_the_template_names_what_the_simulated_user_knows(simulator, monke
         ({"max_turns": 0}, None, "max_turns is 0"),
         ({"timeout_s": 0}, None, "timeout_s is 0"),
         ({"stop": " "}, None, "stop is empty"),
+        ({"timeout_s": 120, "max_attempts": 3}, None, "let a reply take 1440 s, but it has 600"),
         ({"system": "You are {user}"}, None, r"Put \{stop\} into it"),
         ({"system": "{stop} {"}, None, "is no template"),
         ({"api_key_env": "NO_SUCH_KEY"}, None, "NO_SUCH_KEY, which api_key_env names, is empty"),

@@ -125,6 +125,10 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
     }
     for key, value in same.items():
         assert settings(key, value) == now, key
+    table = {"math": {"weight": 1, "n": 4, "environment": "notebook"}}
+    weighed = {"math": {"weight": 2, "train": "x", "environment": "notebook"}}
+    assert settings("retool.domains", table) == settings("retool.domains", weighed) != now
+    assert settings("retool.curriculum.enable", True) == now
     other = {
         "retool.sandbox.timeout_s": 1,
         "retool.traceback": "last_line",

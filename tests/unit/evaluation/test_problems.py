@@ -32,6 +32,14 @@ def test_aime_is_there_by_name_with_the_protocols_instructions(protocol):
     assert "<code>" in content if protocol == "code" else "<code>" not in content
 
 
+def test_a_built_in_set_that_is_a_domain_has_the_instructions_of_its_protocol():
+    rows = read_sets(["aime_2024", "aime_2025"], protocol="code", of_domains={"aime_2025": "hermes"}, limit=1)
+    by_run, by_domain = (row["raw_prompt"][-1]["content"] for row in rows)
+    assert by_run == read_sets(["aime_2024"], protocol="code", limit=1)[0]["raw_prompt"][-1]["content"]
+    assert by_domain == read_sets(["aime_2025"], protocol="hermes", limit=1)[0]["raw_prompt"][-1]["content"]
+    assert by_domain != read_sets(["aime_2025"], protocol="code", limit=1)[0]["raw_prompt"][-1]["content"]
+
+
 def test_the_instructions_of_a_protocol_make_no_other_problem():
     names = [[row["problem"] for row in read_sets(NAMES, protocol=protocol)] for protocol in ("code", "hermes")]
     assert names[0] == names[1] and len(set(names[0])) == 60

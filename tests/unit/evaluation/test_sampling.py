@@ -236,6 +236,37 @@ def test_a_call_that_the_sandbox_fails_is_made_again_and_the_response_stays(conf
     assert (failure_of(row), row["acc"], len(server.prompts)) == (None, 1.0, 2)
 
 
+WORLD = """
+from pathlib import Path
+
+from verl_ext.environments.base import Environment
+from verl_ext.environments.tool_errors import ToolUnavailable
+from verl_ext.episode import Score
+
+class World(Environment):
+    async def score(self, episode):
+        if not Path(__file__).with_name("up").exists():
+            raise ToolUnavailable("the judge is down")
+        return Score.graded(1.0, "", "world")
+"""
+
+
+def test_a_response_that_its_environment_could_not_score_is_sampled_again(config, tokenizer, tmp_path, monkeypatch):
+    """Its world is gone, and the verifier of its data source knows nothing of it."""
+    from omegaconf import OmegaConf
+
+    monkeypatch.setattr("verl_ext.rollout.lives.RETRY_PAUSE_S", 0.0)
+    (tmp_path / "world.py").write_text(WORLD)
+    worldly = OmegaConf.merge(config, {"retool": {"environment": f"{tmp_path}/world.py:World"}})
+    answer = {"answer": lambda *_: "I am done.", "n": 1}
+    rows, _ = sample(worldly, tokenizer, tmp_path / "out", [problem(1)], **answer)
+    assert [failure_of(row) for row in rows.values()] == ["unverified"]
+    (tmp_path / "up").touch()
+    rows, server = sample(worldly, tokenizer, tmp_path / "out", [problem(1)], **answer)
+    (row,) = rows.values()
+    assert server.prompts and (failure_of(row), row["acc"], row["verdict"]["rule"]) == (None, 1.0, "world")
+
+
 def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_again(
     config, tokenizer, tmp_path, monkeypatch
 ):

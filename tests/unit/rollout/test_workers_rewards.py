@@ -64,3 +64,25 @@ def test_a_verifier_that_is_broken_in_a_process_of_verls_stops_the_run_with_its_
 
     stored = roll_out_prompt([rolled_out], score=score)
     assert stored[1] == ("train:p_0_0", {"status": "failure", "stops_run": "the sentence"})
+
+
+async def test_a_validation_samples_again_what_its_environment_could_not_score(monkeypatch):
+    from types import SimpleNamespace
+
+    from verl_ext.episode import Episode, EpisodeKey, Reward, Score
+    from verl_ext.rollout import scored
+
+    monkeypatch.setattr(scored, "RETRY_PAUSE_S", 0.0)
+    told = [Score(None, "", "unknown", "environment: down"), Score.graded(1.0, "", "world")]
+    scores = iter(told)
+
+    async def roll_out(params, **_):
+        return Episode(EpisodeKey("p", 0), finish_reason="answer", score=next(scores))
+
+    async def score(episode, sample):
+        unverified = float(episode.score.is_unverified)
+        return Reward(0.0, {"acc": episode.score.acc or 0.0, "unverified": unverified, "finish_reason": "answer"})
+
+    take = scored.ScoredEpisodes(score, None, 1).take
+    episode = await take(SimpleNamespace(roll_out=roll_out), {}, EpisodeKey("p", 0), {}, validate=True)
+    assert episode.score is told[1] and episode.reward.info["unverified"] == 0.0

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from tests.unit.trainer.prompt_groups import FakeQueue, buffer_maker, info
+from tests.unit.trainer.prompt_groups import RAISED, FakeQueue, buffer_maker, info
 
 UNJUDGED = [info(1, unverified=1.0), info(0, unverified=1.0)]
 
@@ -17,6 +17,7 @@ class Like:
     keep: float = 1.0  # share of useful groups; the others are all right
     looks: int = 1  # of the sampler at the queue before a group ends
     is_down: bool = False  # its judge fails
+    is_broken: bool = False  # its environment has a bug
     versions: tuple[int, ...] = ()  # of the weights that write its rollouts
 
 
@@ -50,6 +51,8 @@ class DomainQueue(FakeQueue):
             self.left[uid] -= 1
             if self.likes[self.source(uid)].is_down:
                 self.groups[uid] = UNJUDGED
+            if self.likes[self.source(uid)].is_broken:
+                self.groups[uid] = RAISED
         self.in_flight = [uid for uid in everyone if self.left[uid] <= 0]
         listed = super().kv_list()
         self.in_flight = [uid for uid in everyone if self.left[uid] > 0]

@@ -141,3 +141,10 @@ def test_a_step_of_several_batches_logs_its_domains_once(monkeypatch):
     assert named == {"share", "run_share", "fillers", "submitted", "groups_failed", "paused", "acc", "keep_rate"}
     assert sum(run.metrics[f"domain/{name}/submitted"] for name in WEIGHTS) == len(run.queue.drawn)
     assert sum(run.metrics[f"domain/{name}/share"] for name in WEIGHTS) == pytest.approx(1.0)
+
+
+def test_a_bug_pauses_no_domain_and_stops_the_run(monkeypatch):
+    run = Run(monkeypatch, {"a": Like(), "b": Like(is_broken=True)}, {"a": 1.0, "b": 1.0}, 4)
+    with pytest.raises(RuntimeError, match="raised"):
+        run.step(1)
+    assert run.domains.paused == {}
