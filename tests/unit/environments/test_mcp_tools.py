@@ -65,11 +65,9 @@ async def say(environment: Mcp, tool: str, **arguments: object) -> str:
 
 
 def processes() -> list[psutil.Process]:
-    """Those that connections have started."""
+    """Those that connections have started: earlier tests of this worker may have left pools, and `url` has a port."""
     started = psutil.Process().children(recursive=True)
-    return [
-        process for process in started if not process.cmdline()[-1:][0].isdecimal()
-    ]  # the one that listens at a port
+    return [each for each in started if SERVER[1] in (line := each.cmdline()) and not line[-1].isdecimal()]
 
 
 async def ended(pid: int) -> None:
