@@ -60,7 +60,7 @@ TYPES = {str: "string", float: "number", int: "integer"}
 
 def schema(name: str) -> dict[str, Any]:
     wanted = {each: {"type": TYPES[kind]} for each, kind in TOOLS[name].__annotations__.items() if each != "return"}
-    form = {"type": "object", "properties": wanted, "required": list(wanted)}
+    form = {"type": "object", "properties": wanted, "required": list(wanted), "additionalProperties": False}
     return {"name": name, "description": TOOLS[name].__doc__, "inputSchema": form}
 
 

@@ -1,11 +1,15 @@
 """In every environment a trace has the same tokens and mask in SFT as in a rollout."""
 
 import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.environments.openenv_server import Server
 from verl_ext.doctor.agreement import check_agreement
 from verl_ext.doctor.finding import Level
 from verl_ext.doctor.run import Run
@@ -27,14 +31,17 @@ class Own(Environment):
         '''
         return "3"
 """
-# Settings of the environments that need some; those that ask a server for their tools have tests of their own.
-SETTINGS: dict[str, dict[str, Any]] = {"search": {"corpus": "corpus.jsonl"}}
-ASK_A_SERVER = {"mcp", "openenv"}
-NEED_A_CLASS = {"skyrl_gym"}
+# Settings of the environments that need some.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "search": {"corpus": "corpus.jsonl"},
+    "mcp": {"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))], "tools": ["put", "show"]},
+    "openenv": {"url": "of the server"},
+}
+WITHOUT_TOOLS = {"skyrl_gym", "user"}
 
 
 def environments() -> list[Any]:
-    built_in = [each for each in by_name.BUILT_IN if each not in ASK_A_SERVER | NEED_A_CLASS | {"user"}]
+    built_in = [each for each in by_name.BUILT_IN if each not in WITHOUT_TOOLS]
     return [
         *by_name.OF_SANDBOX,
         *({"name": name, **SETTINGS.get(name, {})} for name in built_in),
@@ -43,8 +50,19 @@ def environments() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = Server()
+    yield server.url
+    server.stop()
+
+
 @pytest.mark.parametrize("environment", environments(), ids=str)
-def test_sft_has_the_tokens_of_a_rollout(environment, qwen_tokenizer, tmp_path, monkeypatch):
+def test_sft_has_the_tokens_of_a_rollout(environment, url, qwen_tokenizer, tmp_path, monkeypatch):
+    if isinstance(environment, dict) and environment["name"] == "mcp":
+        pytest.importorskip("mcp")
+    if isinstance(environment, dict) and "url" in environment:
+        environment = environment | {"url": url}
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "title": "A", "text": "B"}) + "\n")
     config = compose_run("tiny_dapo", ["retool.protocol=hermes", "actor_rollout_ref.model.path=x"])
