@@ -113,16 +113,21 @@ class TurnCall:
 
 @dataclass
 class Reply:
-    """What the tools of a turn said to the model, as text and as tokens of the response."""
+    """What was said to the model after its turn, as text and as tokens of the response.
+
+    `shown` is what its frame holds, as the model read it: what the tool said to each call, or a user's messages.
+    """
 
     text: str
     tokens: int
     start: int  # tokens of the response before it
+    shown: list[str] = field(default_factory=list)
+    role: Literal["tool", "user"] = "tool"
 
 
 @dataclass
 class Turn:
-    """A turn of the model, and what its calls said."""
+    """A turn of the model, and what its calls said. `end` is the text of the end token that ends `text`, "" if none."""
 
     text: str
     tokens: int
@@ -132,6 +137,7 @@ class Turn:
     generate_s: float  # from the request to the end, including the wait for the server
     calls: list[TurnCall] = field(default_factory=list)
     reply: Reply | None = None
+    end: str = ""
 
 
 @dataclass
@@ -251,7 +257,9 @@ class Episode:
         use: None if another project's loop ran, which counts nothing.
         score: what its environment says of it; None: the reward manager scores it.
         reward: None until it is scored.
-        turns, prompt, sampling: for the records; they do not go through verl's queue.
+        turns, prompt, sampling, opening, protocol: for the records; they do not go through verl's queue.
+        opening: `messages` and `tools` (schemas), what the environment opened with; empty if it is not recorded.
+        protocol: name of the tool protocol.
         lost_servers: they died during a request, which continued elsewhere.
         from_server: what else the server sent with the newest turn, for verl's metrics.
     """
@@ -265,6 +273,8 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     prompt: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    opening: dict[str, Any] = field(default_factory=dict)
+    protocol: str | None = None
     lost_servers: list[str] = field(default_factory=list)
     from_server: dict[str, Any] = field(default_factory=dict)
     exception: str | None = None  # what was raised, if it raised
@@ -298,7 +308,8 @@ class Episode:
 
 
 SUMMARY = "episode"  # key of verl's `extra_fields`: the part of an episode that the trainer reads
-_NOT_IN_SUMMARY = {"reward": None, "turns": [], "prompt": None, "sampling": {}, "from_server": {}}
+_NOT_IN_SUMMARY = {"reward": None, "turns": [], "prompt": None, "sampling": {}, "opening": {}, "protocol": None}
+_NOT_IN_SUMMARY |= {"from_server": {}}
 
 
 def summary_of(episode: Episode) -> dict[str, Any]:

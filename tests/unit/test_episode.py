@@ -192,7 +192,8 @@ episodes = made(
     turns=st.lists(st.builds(Turn, st.text(), places, places, st.none(), seconds, seconds), max_size=2),
 )
 # What an episode has before its way through the queue, and what it has after it.
-LEFT_OUT = {"reward": None, "turns": [], "prompt": None, "sampling": {}, "from_server": {}}
+LEFT_OUT = {"reward": None, "turns": [], "prompt": None, "sampling": {}, "opening": {}, "protocol": None}
+LEFT_OUT |= {"from_server": {}}
 
 
 def kinds_in(value: Any) -> set[type]:

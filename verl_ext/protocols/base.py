@@ -76,6 +76,7 @@ class Call:
 class ToolProtocol(Protocol):
     """One way to write calls. `tools` always maps the names of a sample's tools to their schemas in OpenAI's form."""
 
+    name: str  # in `retool.protocol`
     stop: str | None  # the engine stops a turn after this text; None: at end tokens only
     call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a separate turn
 

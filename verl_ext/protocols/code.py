@@ -23,6 +23,7 @@ _OTHER_CALL = re.compile(r"<tool_call>\s*[\[{]")
 class CodeProtocol:
     """One call per turn, which ends at `</code>`; see `ToolProtocol`."""
 
+    name = "code"
     stop = CODE_STOP
     call_ends_turn = False
 

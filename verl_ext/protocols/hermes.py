@@ -38,6 +38,7 @@ class HermesProtocol:
         repair_json: accept raw line breaks and invalid escapes in JSON strings.
     """
 
+    name = "hermes"
     stop = None
     call_ends_turn = True
 

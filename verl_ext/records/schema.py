@@ -1,4 +1,4 @@
-"""The columns of a run's records, version 2: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
+"""The columns of a run's records, version 3: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
 
 `recorder.py` writes them, `store.py` reads them. A file holds one step: `step_000017.parquet` of training has the
 rollouts of the prompts whose fate step 17 decided, `val_000020.parquet` those of the validation after step 20.
@@ -9,7 +9,7 @@ other times are durations in seconds. A column whose value is not known is null.
 
 import pyarrow as pa
 
-VERSION = "2"
+VERSION = "3"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
 LOST_KEY = b"retool_lost"  # of the trajectories of a step: groups that the step decided but that never arrived
@@ -22,8 +22,10 @@ def _struct(**fields: pa.DataType) -> pa.StructType:
 
 
 TURN = _struct(
-    role=pa.string(),  # "model", or "tool": one for all that the tools of a turn returned
+    role=pa.string(),  # "model"; or "tool", one for all that the tools of a turn returned; or "user", who replied to it
     text=pa.string(),
+    end=pa.string(),  # the end token's part of the text of a model's turn, "" if none ended it
+    shown=pa.list_(pa.string()),  # the text of another turn without its frame: of each call, or of each message
     tokens=pa.int32(),
     start=pa.int32(),  # tokens of the response before it
     call=pa.int32(),  # first call of a model's turn, or first that a tool's turn answers: an index into `calls`
@@ -62,6 +64,10 @@ TRAJECTORIES = pa.schema(
         "domain": pa.string(),  # `data_source`
         "ability": pa.string(),  # it or `data_source` chooses the verifier
         "prompt": pa.string(),  # as the model saw it, with the template's special tokens
+        "opening": pa.string(),  # JSON: `messages` and `tools` that this prompt was made of
+        "protocol": pa.string(),  # of retool.protocol
+        # JSON: `extra_info` of the row, and if there are any, its `tools_kwargs` and a `ground_truth` that is no text
+        "task": pa.string(),
         "ground_truth": pa.string(),
         "turns": pa.list_(TURN),
         "calls": pa.list_(CALL),

@@ -21,7 +21,8 @@ from verl_ext.settings import RecorderSettings
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-_LONG = ("prompt", "text", "code", "stdout", "stderr", "reward_parts", "tool_use")  # columns that are most of a file
+# Columns that are most of a file
+_LONG = ("prompt", "opening", "task", "text", "shown", "code", "stdout", "stderr", "reward_parts", "tool_use")
 _OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
 
 
@@ -31,7 +32,7 @@ def _options(schema: pa.Schema) -> dict[str, Any]:
     """
     pq.write_table(schema.empty_table(), empty := pa.BufferOutputStream())
     columns = pq.ParquetFile(empty.getvalue()).schema
-    codecs = {each.path: "zstd" if each.name in _LONG else "lz4" for each in columns}
+    codecs = {each.path: "lz4" if set(_LONG).isdisjoint(each.path.split(".")) else "zstd" for each in columns}
     repeated = ["uid", "text", "decision"] if schema == SCHEMAS["tokens"] else False
     return {"compression": codecs, "use_dictionary": repeated, "write_statistics": False, "store_schema": False}
 
@@ -55,7 +56,8 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Mappin
 def _check(path: Path, schema: pa.Schema) -> None:
     version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if version != VERSION:
-        raise parquet.Unreadable(f"{path} has records of version {version}; expected {VERSION}.")
+        older = " Read them with the release of verl-retool that wrote them." if version in ("1", "2") else ""
+        raise parquet.Unreadable(f"{path} has records of version {version}; expected {VERSION}.{older}")
     known = SCHEMAS.get(path.parent.name)  # None if the file was moved elsewhere
     types = {field.name: field.type for field in schema}
     if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:

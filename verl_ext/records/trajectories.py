@@ -33,7 +33,17 @@ def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
         "domain": text_of(sample.get("data_source")),
         "ability": text_of(sample.get("ability")),
         "ground_truth": None if truth is None else text_of(canonical(truth)),
+        "task": _task(sample),
     }
+
+
+def _task(sample: Row) -> str:
+    """Return `extra_info` and `tools_kwargs` of the row, and its ground truth if that is no text, as JSON."""
+    reward, kwargs = sample.get("reward_model") or {}, sample.get("tools_kwargs")
+    found = {"extra_info": sample.get("extra_info")} | ({"tools_kwargs": kwargs} if kwargs else {})
+    if not isinstance(reward.get("ground_truth"), str | None):
+        found["ground_truth"] = reward["ground_truth"]
+    return text_of(canonical(found))
 
 
 def to_record(episode: Episode) -> dict[str, Any]:
@@ -51,6 +61,8 @@ def to_record(episode: Episode) -> dict[str, Any]:
     return {
         "session": episode.key.session,
         "prompt": episode.prompt,
+        "opening": text_of(_json(episode.opening)) if episode.opening else None,
+        "protocol": episode.protocol,
         "turns": turns,
         "calls": calls,
         "version_spans": [dict(zip(("start", "end", "version"), span, strict=True)) for span in spans],
@@ -83,7 +95,7 @@ def _exception(episode: Episode, calls: Sequence[Row]) -> str | None:
 _ENDS = {str(end): end for end in RolloutEnd}
 _encode = msgspec.json.Encoder(enc_hook=lambda value: value.item() if hasattr(value, "item") else str(value)).encode
 _VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
-_OF_TURN = ("text", "tokens", "start", "server", "started_s", "generate_s")
+_OF_TURN = ("text", "end", "tokens", "start", "server", "started_s", "generate_s")
 
 
 def _turns_and_calls(turns: Sequence[Turn]) -> tuple[list[dict], list[dict]]:
@@ -94,7 +106,7 @@ def _turns_and_calls(turns: Sequence[Turn]) -> tuple[list[dict], list[dict]]:
         calls += [_call(call, len(rows)) for call in turn.calls]
         rows.append({"role": "model", "call": first} | {name: getattr(turn, name) for name in _OF_TURN})
         if turn.reply and turn.reply.tokens:
-            rows.append({"role": "tool", "call": first, **vars(turn.reply)})
+            rows.append({"call": first, **vars(turn.reply)})
     return rows, calls
 
 

@@ -136,6 +136,9 @@ class RetoolAgentLoop(AgentLoopBase):
         )
         prompt_ids = await self._prompts.ids(key.uid, life.opening.messages, protocol.schemas(tools))
         rollout = Rollout(key, prompt_ids, limit=way.limits.response_tokens, stop=protocol.stop)
+        if self.is_recorded:
+            rollout.episode.protocol = protocol.name
+            rollout.episode.opening = {"messages": life.opening.messages, "tools": list(tools.values())}
         if life.failure:
             logger.warning("an environment could not be opened: %s", life.failure)
             rollout.episode.exception = life.failure
@@ -176,11 +179,12 @@ class RetoolAgentLoop(AgentLoopBase):
             return reason
         if roles := {message["role"] for message in messages} - {"user"}:
             raise ValueError(f"An environment replied as {', '.join(sorted(roles))}; expected messages of the user.")
-        reply = way.protocol.user_reply([_encodable(message["content"]) for message in messages])
+        said = [_encodable(message["content"]) for message in messages]
+        reply = way.protocol.user_reply(said)
         ids = self._encoder.encode(reply)
         if len(ids) >= rollout.room:
             return RolloutEnd.MAX_TOKENS
-        rollout.add_reply(ids, "".join(reply))
+        rollout.add_reply(ids, "".join(reply), said, "user")
         return None
 
     async def _model_turn(
@@ -225,6 +229,8 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.add_to_turn(ids, log_probs, turn)
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         ended = bool(ids) and ids[-1] in end_ids
+        if ended:
+            episode.turns[-1].end = self.tokenizer.decode(ids[-1:])
         is_over = ended or aborted or not rollout.room
         following = None if is_over else way.stops.next(text, self.tokenizer.decode(ids), thinking)
         rollout.is_turn_open, rollout.stop = following is not None, following or way.protocol.stop
@@ -288,18 +294,18 @@ class RetoolAgentLoop(AgentLoopBase):
             rollout.count_call(call, result.error)
             texts.append(_encodable(result.output))
             errors.append(_encodable(result.complaint))
-        reply, text, was_cut = self._encode_reply(way, texts, errors, ended, rollout.room - answer_tokens)
-        use.outputs_cut += was_cut
+        reply, text, shown = self._encode_reply(way, texts, errors, ended, rollout.room - answer_tokens)
         if reply is None:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
-        rollout.add_reply(reply, text)
+        use.outputs_cut += sum(cut != whole for cut, whole in zip(shown, texts, strict=True))
+        rollout.add_reply(reply, text, shown)
         return RolloutEnd.MAX_TURNS if is_last else None
 
     def _encode_reply(
         self, way: Way, texts: list[str], errors: list[str], ended: bool, room: int
-    ) -> tuple[list[int] | None, str, int]:
-        """Return what the tools say, as at most `room` tokens (None if no cut makes it fit) and as text, and how many
-        outputs were cut.
+    ) -> tuple[list[int] | None, str, list[str]]:
+        """Return what the tools say, as at most `room` tokens (None if no cut makes it fit), as text, and what is shown
+        of each output.
 
         Outputs together take at most half of the room, so that the rest is left to answer with. `errors` has one entry
         per text, see `cut_reply`.
@@ -315,9 +321,9 @@ class RetoolAgentLoop(AgentLoopBase):
             ids = self._encoder.encode(reply)
             excess = len(ids) - room
             if excess <= 0:
-                return ids, "".join(reply), sum(cut != text for cut, text in zip(shown, texts, strict=True))
+                return ids, "".join(reply), shown
             if share == 0:
-                return None, "", 0
+                return None, "", []
             share = max(0, share - math.ceil(excess / len(texts)) - _CUT_STEP)
 
     def _ended(self, rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]) -> Episode:

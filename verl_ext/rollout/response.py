@@ -1,5 +1,6 @@
 """What the agent loop (loop.py) keeps of an episode while its one response grows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,9 +54,9 @@ class Rollout:
         row.mask += [1] * len(ids)
         row.log_probs += log_probs
 
-    def add_reply(self, ids: list[int], text: str = "") -> None:
+    def add_reply(self, ids: list[int], text: str = "", shown: Sequence[str] = (), role: str = "tool") -> None:
         if self.episode.turns:
-            self.episode.turns[-1].reply = Reply(text, len(ids), len(self.row.ids))
+            self.episode.turns[-1].reply = Reply(text, len(ids), len(self.row.ids), list(shown), role)
         self.row.ids += ids
         self.row.mask += [0] * len(ids)
         self.row.log_probs += [0.0] * len(ids)

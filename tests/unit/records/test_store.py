@@ -20,8 +20,8 @@ ROW = {
     "prompt": "1+1?\x00\u202e\x1b[31m",
     "turns": [
         {"role": "model", "text": "<code>print(2)</code>", "tokens": 5, "start": 0, "call": 0}
-        | {"server": "10.0.0.1:80", "started_s": 1.0, "generate_s": 2.0},
-        {"role": "tool", "text": "2", "tokens": 1, "start": 5, "call": 0}
+        | {"server": "10.0.0.1:80", "started_s": 1.0, "generate_s": 2.0, "end": "", "shown": None},
+        {"role": "tool", "text": "2", "shown": ["2"], "tokens": 1, "start": 5, "call": 0, "end": None}
         | dict.fromkeys(("server", "started_s", "generate_s")),
     ],
     "calls": [{"turn": 0, "tool": "python", "code": "print(2)", "stdout": "2", "status": "ok", "run_s": 0.25}],
@@ -51,7 +51,7 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     store.write(path, kind, [])
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
-    with pytest.raises(parquet.Unreadable, match=f"{path} has records of version none; expected 2"):
+    with pytest.raises(parquet.Unreadable, match=f"{path} has records of version none; expected 3"):
         store.read(path)
 
 
@@ -201,5 +201,5 @@ def test_a_file_that_lacks_a_column_or_has_another_type_there_is_named(tmp_path,
     other = table.drop_columns(["calls"])
     other = other if instead is None else other.append_column("calls", pa.array([instead]))
     pq.write_table(other.replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2, or they have another type: calls"):
+    with pytest.raises(parquet.Unreadable, match="lacks columns of version 3, or they have another type: calls"):
         store.read(path)

@@ -26,7 +26,7 @@ RAN = TurnCall("code_interpreter", {"code": "1/0"}, result=SAID, started_s=101.0
 EMPTY = TurnCall(None, malformed="empty_code", result=CallResult("FormatError: empty", "empty_code"))
 CALLED = Turn(
     *("<code>1/0</code>", 4, 0, "10.0.0.1:8000", 100.0, 1.0, [RAN, EMPTY]),
-    reply=Reply("<interpreter>Zero</interpreter>", 3, 4),
+    reply=Reply("<interpreter>Zero</interpreter>", 3, 4, ["Zero"]),
 )
 INFO = {"acc": 1.0, "reward_base": 1.0, "pred": "2", "method": "equal", "verdict": "right", "normalised": "2.0"}
 EPISODE = Episode(
@@ -35,8 +35,10 @@ EPISODE = Episode(
     finish_reason=RolloutEnd.ANSWER,
     use=ToolUse(generate_s=1.5, tool_s=1.0, queue_s=0.5, errors={"ZeroDivision": 1}),
     reward=Reward(1.0, INFO),
-    turns=[CALLED, Turn("2", 1, 7, None, 102.0, 0.5)],
+    turns=[CALLED, Turn("2<|im_end|>", 1, 7, None, 102.0, 0.5, end="<|im_end|>")],
     prompt="1+1?",
+    opening={"messages": SAMPLE["raw_prompt"], "tools": []},
+    protocol="code",
     sampling={"temperature": 1.0},
     started_s=100.0,
     ended_s=103.0,
@@ -58,8 +60,12 @@ def test_a_row_says_where_it_belongs_what_was_said_and_what_it_earned(tmp_path):
     assert [(t["role"], t["text"], t["tokens"], t["start"], t["call"]) for t in row["turns"]] == [
         ("model", "<code>1/0</code>", 4, 0, 0),
         ("tool", "<interpreter>Zero</interpreter>", 3, 4, 0),
-        ("model", "2", 1, 7, None),
+        ("model", "2<|im_end|>", 1, 7, None),
     ]
+    ends = [(turn["end"], turn["shown"]) for turn in row["turns"]]
+    assert ends == [("", None), (None, ["Zero"]), ("<|im_end|>", None)]
+    assert json.loads(row["opening"]) == {"messages": SAMPLE["raw_prompt"], "tools": []} and row["protocol"] == "code"
+    assert json.loads(row["task"]) == {"extra_info": None}
     assert (row["response_tokens"], row["model_tokens"]) == (8, 5)
     ran, malformed = row["calls"]
     assert (ran["code"], ran["stdout"], ran["stderr"], ran["exit_code"]) == ("1/0", "", "Zero", 1)
@@ -130,6 +136,21 @@ def test_a_row_names_its_problem_its_id_and_a_gold_of_any_form():
     odd = SAMPLE | {"reward_model": {"ground_truth": {"b": "\ud800", "a": [1]}}, "extra_info": None}
     columns = problem_columns(odd, validate=True)
     assert (columns["id"], columns["ground_truth"]) == (None, '{"a": [1], "b": "\\ud800"}')
+    assert json.loads(columns["task"])["ground_truth"] == odd["reward_model"]["ground_truth"]
+
+
+def test_a_row_has_what_environment_and_verifier_read():
+    """With it, the calls of a response can be run again and its answer be judged again."""
+    info = {"setup_code": "x = 1", "tool_selection": np.array(["a"])}
+    task = problem_columns(SAMPLE | {"extra_info": info, "tools_kwargs": {"a": {"n": 1}}}, validate=False)["task"]
+    found = {"extra_info": {"setup_code": "x = 1", "tool_selection": ["a"]}, "tools_kwargs": {"a": {"n": 1}}}
+    assert json.loads(task) == found
+
+
+def test_what_a_user_replied_is_a_turn_of_the_user():
+    reply = Reply("<|im_start|>user\nAnd 2+2?<|im_end|>", 5, 8, ["And 2+2?"], "user")
+    _, user = row_of(turns=[Turn("2", 1, 0, None, 102.0, 0.5, reply=reply)])["turns"]
+    assert (user["role"], user["shown"], user["text"]) == ("user", ["And 2+2?"], reply.text)
 
 
 def test_a_turn_says_which_server_wrote_it_and_when():

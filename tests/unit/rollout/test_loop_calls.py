@@ -245,6 +245,12 @@ def test_what_a_rollout_did_is_recorded_if_that_is_on(roll_out, tokenizer, encod
     for reply in replies:
         ids = episode.row.ids[reply.start : reply.start + reply.tokens]
         assert tokenizer.decode(ids) == reply.text and reply.tokens > 0
+    assert [turn.end for turn in episode.turns] == ["", "", "", tokenizer.eos_token]
+    assert [reply.shown for reply in replies] == [["FormatError: empty <code></code>"], ["NameError: x"], ["2"]]
+    assert episode.protocol == "code" and [each["function"]["name"] for each in episode.opening["tools"]] == [
+        "code_interpreter"
+    ]
+    assert episode.opening["messages"] == [{"role": "user", "content": "1+1?"}]
     (malformed,), (error,), (ok,), none = (turn.calls for turn in episode.turns)
     assert (malformed.malformed, malformed.result.output) == ("empty_code", "FormatError: empty <code></code>")
     assert none == [] and malformed.tool is None
@@ -259,4 +265,5 @@ def test_what_a_rollout_did_is_recorded_if_that_is_on(roll_out, tokenizer, encod
     assert use.void_turns == 1  # the malformed one
     assert all(0 <= turn.generate_s < 60 for turn in episode.turns) and 0 <= use.generate_s < 60
     assert episode.sampling == {"seeds": {"data": None, "rollout": 3}, "temperature": 1.0, "top_p": None, "top_k": None}
-    assert roll_out(tokenizer, [answer])[0].prompt is None
+    unrecorded = roll_out(tokenizer, [answer])[0]
+    assert unrecorded.prompt is None and unrecorded.opening == {}
