@@ -119,6 +119,10 @@ TABLE: dict[str, list[Patch]] = {
     "verl_ext/doctor/__main__.py": [
         replaced("yaml.loader.SafeLoader", "libyaml parses faster", "6366c175"),
     ],
+    "verl_ext/environments/toolbox.py": [
+        instance("verl.tools.schemas.OpenAIFunctionPropertySchema", "keeps items, default, ...", "895b62e9"),
+        instance("verl.tools.schemas.OpenAIFunctionParametersSchema", "keeps $defs, ...", "3678db3f"),
+    ],
     "verl_ext/fleet/client.py": [
         overridden(f"{CLIENT}.LLMServerClient._acquire_server", "waits for a server that is left", "5491c094"),
         overridden(f"{CLIENT}.LLMServerClient.generate", "continues elsewhere if a server dies", "09eef241"),

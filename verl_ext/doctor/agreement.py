@@ -22,7 +22,8 @@ from verl_ext.doctor.template import (
 from verl_ext.protocols.base import CODE_TOOL, SegmentEncoder, render
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.thinking import opens_thinking
-from verl_ext.protocols.trace import ANY_NUMBER, rendered_trace, schemas_of
+from verl_ext.protocols.tool_schemas import schemas_of
+from verl_ext.protocols.trace import ANY_NUMBER, rendered_trace
 from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
@@ -99,7 +100,7 @@ def trace_for(tools: Mapping[str, dict]) -> list[dict]:
     for name, schema in list(tools.items())[:1]:
         parameters = schema["function"].get("parameters") or {}
         known = parameters.get("properties") or {}
-        arguments = {each: _value_of(known[each]) for each in parameters.get("required") or known}
+        arguments = {each: _value_of(known.get(each) or {}) for each in parameters.get("required") or known}
         calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
     called = [TRACE[1] | {"tool_calls": calls}, TRACE[2]] if calls else []
     return [TRACE[0], *called, TRACE[-1]]

@@ -17,7 +17,8 @@ from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.tokens import QuickTokenizer
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, ToolProtocol, checked_kwargs, render
 from verl_ext.protocols.by_name import make_protocol
-from verl_ext.protocols.trace import ANY_NUMBER, schemas_of
+from verl_ext.protocols.tool_schemas import schemas_of
+from verl_ext.protocols.trace import ANY_NUMBER
 from verl_ext.settings.domains import of_whole_run, read_domains
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from verl_ext.environments.base import Environment, Opening
 from verl_ext.environments.toolbox import Toolbox
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.protocols.base import Call
-from verl_ext.protocols.trace import schemas_of
+from verl_ext.protocols.tool_schemas import schemas_of
 from verl_ext.settings.domains import of_whole_run, read_domains
 from verl_ext.settings.objects import load_object
 
@@ -43,8 +43,8 @@ class Environments:
         config: the run's.
         tools: of the run's tool YAML and file of functions (`toolbox.load_tools`), which `python` and `notebook` have.
     Attributes:
-        schemas: name -> schema of the tools that an episode may have, as a prompt shows them: each argument with its
-            type, description and enum, which is all that verl's schemas hold.
+        schemas: name -> schema of the tools that an episode may have, as a prompt shows them
+            (protocols/tool_schemas.py).
     Raises:
         ValueError: an entry cannot be loaded, refuses its settings, or has a tool of another's name.
     """
@@ -54,7 +54,7 @@ class Environments:
         self._makers, self.schemas = [], dict[str, dict]()
         for each in entry if isinstance(entry, list) else [entry]:
             make, schemas = _maker(each, config, tools)
-            if each not in OF_SANDBOX:  # as verl's schemas are, and so those of traces
+            if each not in OF_SANDBOX:  # in the form that those of traces have in SFT
                 schemas = schemas_of(list(schemas.values())) if schemas else {}
             if twice := sorted(schemas.keys() & self.schemas.keys()):
                 raise ValueError(f"retool.environment has two tools with the name {twice[0]!r} in {entry!r}. Drop one.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.experimental.agent_loop.tool_agent_loop import AgentData
+from verl.tools import schemas as verls
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
@@ -22,6 +23,7 @@ from verl_ext.environments.notebook import Notebook
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.episode import CallResult
 from verl_ext.outcome import Fault
+from verl_ext.protocols import tool_schemas
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, format_output
 
 logger = logging.getLogger(__name__)
@@ -227,6 +229,18 @@ def load_tools(multi_turn: Mapping[str, Any], folder: Path) -> list[BaseTool | F
 
 def schemas_of(tools: Sequence[BaseTool | FunctionTool]) -> dict[str, dict]:
     """Return name -> schema of the tools in the prompt, the interpreter first."""
-    return {CODE_TOOL: CODE_SCHEMA} | {
-        tool.name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools
-    }
+    dumped = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
+    return {CODE_TOOL: CODE_SCHEMA} | (tool_schemas.schemas_of(dumped) if dumped else {})
+
+
+def _keep_schemas_whole() -> None:
+    """Let verl's classes of schemas keep what they do not know (`items`, `default`, ...). They would drop it without a
+    word, so that a rollout would show less of a tool than the SFT data whose traces have its whole schema."""
+    known = verls.OpenAIFunctionPropertySchema, verls.OpenAIFunctionParametersSchema
+    for model in (*known, verls.OpenAIFunctionSchema, verls.OpenAIFunctionToolSchema):  # each holds the one before
+        if model in known:
+            model.model_config["extra"] = "allow"
+        model.model_rebuild(force=True)
+
+
+_keep_schemas_whole()  # whoever loads tools has imported this module

@@ -56,8 +56,8 @@ def short(value: Any) -> str:
 def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -> tuple[str, str] | None:
     """Return kind (of MALFORMED_KINDS) and message if an argument is missing or violates the schema; None otherwise.
 
-    verl's schema (tools/schemas.py, 0.9.1) has `type`, `enum` and `required`, and nothing about the inside of a list.
-    The toolbox handles arguments that the schema does not have: code runs whatever the model adds to it.
+    Only `type`, `nullable`, `enum` and `required` count, and only those of the arguments themselves: what else a schema
+    says is the tool's to check. So are arguments that it does not have: code runs whatever the model adds to it.
 
     Args:
         parameters: those of the tool's schema.
@@ -70,6 +70,8 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], n
     for argument, value in arguments.items():
         schema = properties.get(argument) or {}
         kind, allowed = schema.get("type"), schema.get("enum")
+        if value is None and schema.get("nullable"):  # as transformers writes `int | None`
+            continue
         if not _has_type(value, kind):
             return "missing_argument", f"{name}: {argument!r} must be {kind}, got {short(value)}"
         if allowed and value not in allowed:

@@ -7,8 +7,6 @@ answers in the assistant's text. Each form can be turned into either protocol.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +15,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.protocols.base import (
-    CODE_SCHEMA,
     CODE_TOOL,
     Call,
     MalformedCall,
@@ -28,7 +25,7 @@ from verl_ext.protocols.base import (
 )
 from verl_ext.protocols.code import CODE_STOP, CodeProtocol, split_call
 from verl_ext.protocols.thinking import THINK_START, THINK_STOP, opens_thinking
-from verl_ext.settings import VERL
+from verl_ext.protocols.tool_schemas import plain, schemas_of, without_nulls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +145,7 @@ def messages_of(value: Any) -> list[dict]:
     Raises:
         ValueError: there is no list of messages.
     """
-    messages = _plain(_json(value, "messages") if isinstance(value, str) else value)
+    messages = plain(_json(value, "messages") if isinstance(value, str) else value)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"expected a list of messages, each with a role and a content, but found {str(value)[:200]}")
     return messages
@@ -292,30 +289,8 @@ def _call(call: Any, schemas: dict, keep_nulls: bool) -> Call:
     if not keep_nulls:
         required = (schemas.get(name, {}).get("function", {}).get("parameters") or {}).get("required") or ()
         kept = {key: item for key, item in arguments.items() if item is not None or key in required}
-        arguments = {key: _without_nulls(item) for key, item in kept.items()}
+        arguments = {key: without_nulls(item) for key, item in kept.items()}
     return Call(name, arguments, 0)
-
-
-def schemas_of(tools: Any) -> dict[str, dict]:
-    """Return name -> schema of tools in OpenAI's form, a list or JSON text; of the interpreter if there are none."""
-    tools = _without_nulls(_plain(_json(tools, "tools") if isinstance(tools, str) else tools))
-    if not tools:
-        return {CODE_TOOL: CODE_SCHEMA}
-    try:  # as verl's tools give their schemas to a rollout's prompt, without further keys
-        functions = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-        schemas = [_tool_model().model_validate(function) for function in functions]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"expected tools in OpenAI's form, but found {str(tools)[:200]} ({error})") from None
-    return {schema.function.name: schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas}
-
-
-@functools.cache
-def _tool_model() -> Any:
-    """Load `OpenAIFunctionToolSchema` from its file: importing verl takes 5 s, more than the doctor's quick part."""
-    spec = importlib.util.spec_from_file_location("verl_tools_schemas", VERL / "tools" / "schemas.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.OpenAIFunctionToolSchema
 
 
 def _json(text: str, what: str) -> Any:
@@ -332,18 +307,3 @@ def _text(message: Mapping[str, Any], *, optional: bool = False) -> str:
     if not isinstance(content, str):
         raise ValueError(f"expected text from the {message.get('role')}, but found {content!r}")
     return content
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` with lists in place of the arrays that pandas gives, at any depth."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -19,7 +19,7 @@ from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import UNVERIFIED_VERDICT, RolloutEnd
 from verl_ext.protocols.base import Call
-from verl_ext.protocols.trace import schemas_of
+from verl_ext.protocols.tool_schemas import schemas_of
 from verl_ext.reward.verifiers import checked_score
 from verl_ext.rollout.ways import Way
 

@@ -31,6 +31,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+import verl_ext.environments.toolbox  # noqa: F401 (before verl's worker loads tools: `_keep_schemas_whole`)
 from verl_ext.episode import Episode, EpisodeKey
 from verl_ext.outcome import STOPS_RUN, RolloutEnd
 from verl_ext.reward.numbers import BrokenReward

@@ -97,9 +97,10 @@ def test_a_file_that_is_none_is_named(name, text, tmp_path):
 def test_who_reads_problems_or_traces_imports_nothing_heavy():
     """The doctor's quick part does before every run."""
     code = (
-        "import sys, verl_ext.datasets.problems, verl_ext.protocols.trace as trace, verl_ext.protocols.by_name\n"
+        "import sys, verl_ext.datasets.problems, verl_ext.protocols.trace, verl_ext.protocols.by_name\n"
         "tool = {'name': 'f', 'description': '', 'parameters': {'type': 'object', 'properties': {}}}\n"
-        "assert trace.schemas_of([tool])['f']['function']['name'] == 'f'\n"
+        "from verl_ext.protocols.tool_schemas import schemas_of\n"
+        "assert schemas_of([tool])['f']['function']['name'] == 'f'\n"
         "sys.exit(','.join({'torch', 'verl', 'datasets', 'transformers', 'pandas', 'ray'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

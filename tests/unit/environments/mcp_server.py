@@ -54,13 +54,26 @@ def environment() -> str:
     return f"{os.getcwd()} {os.environ.get('COLOUR')} {os.environ.get('SECRET')}"
 
 
-TOOLS = {tool.__name__: tool for tool in (put, fail, wait, die, fork, show, environment)} | {"bad name": die}
-TYPES = {str: "string", float: "number", int: "integer"}
+def look(place: dict, limit: Any = None) -> str:
+    """Look."""
+    return json.dumps([place, limit])
+
+
+TOOLS = {tool.__name__: tool for tool in (put, fail, wait, die, fork, show, environment, look)} | {"bad name": die}
+TYPES = {str: {"type": "string"}, float: {"type": "number"}, int: {"type": "integer"}}
+TYPES |= {
+    dict: {"$ref": "#/$defs/Place"},
+    Any: {"default": None, "anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Limit"},
+}
+PLACE = {"properties": {"tags": {"items": {"type": "string"}, "type": "array"}}, "type": "object"}
 
 
 def schema(name: str) -> dict[str, Any]:
-    wanted = {each: {"type": TYPES[kind]} for each, kind in TOOLS[name].__annotations__.items() if each != "return"}
-    form = {"type": "object", "properties": wanted, "required": list(wanted), "additionalProperties": False}
+    wanted = {each: TYPES[kind] for each, kind in TOOLS[name].__annotations__.items() if each != "return"}
+    required = [each for each in wanted if "default" not in wanted[each]]
+    form = {"type": "object", "properties": wanted, "required": required, "additionalProperties": False}
+    if name == "look":
+        form["$defs"] = {"Place": PLACE}
     return {"name": name, "description": TOOLS[name].__doc__, "inputSchema": form}
 
 

@@ -21,7 +21,7 @@ from verl_ext.environments.base import Environment, tool
 
 class Own(Environment):
     @tool
-    def weigh(self, things: list[str], unit: str = "kg", exact: bool = False) -> str:
+    def weigh(self, things: list[str], unit: str = "kg", exact: bool | None = None) -> str:
         '''Weigh things.
 
         Args:
@@ -34,7 +34,7 @@ class Own(Environment):
 # Settings of the environments that need some.
 SETTINGS: dict[str, dict[str, Any]] = {
     "search": {"corpus": "corpus.jsonl"},
-    "mcp": {"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))], "tools": ["put", "show"]},
+    "mcp": {"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))], "tools": ["look"]},
     "openenv": {"url": "of the server"},
 }
 WITHOUT_TOOLS = {"skyrl_gym", "user"}

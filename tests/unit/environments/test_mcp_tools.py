@@ -22,7 +22,7 @@ from verl_ext.protocols.base import Call
 
 pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
-TOOLS = ["put", "fail", "wait", "die", "fork", "show", "environment"]
+TOOLS = ["put", "fail", "wait", "die", "fork", "show", "environment", "look"]
 TASK = {"raw_prompt": [{"role": "user", "content": "?"}]}
 
 
@@ -92,6 +92,18 @@ def test_a_model_calls_the_tools_of_a_server_in_the_agent_loop(roll_out, qwen_to
     shown = qwen_tokenizer.decode(episode.row.prompt_ids)
     assert "Put an item on the pile of this process." in shown and "outlives" not in shown, "`tools` chooses"
     assert episode.use.ok == 2 and episode.use.errors == {"ToolError": 1} and not processes()
+
+
+def test_the_model_sees_the_whole_schema_of_an_argument_and_may_use_all_of_it(roll_out, qwen_tokenizer):
+    arguments = {"place": {"tags": ["a"]}, "limit": None}
+    text = f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
+    ids = [qwen_tokenizer.encode(each) + [qwen_tokenizer.eos_token_id] for each in (text, "done")]
+    settings = {"protocol": "hermes", "response_length": 3000, "environment": entry(tools=["look"])}
+    episode, *_ = roll_out(qwen_tokenizer, ids, **settings)
+    shown = qwen_tokenizer.decode(episode.row.prompt_ids)
+    assert '"$ref": "#/$defs/Place"' in shown and '"tags": {"type": "array", "items": {"type": "string"}}' in shown
+    assert '"limit": {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Limit"}' in shown
+    assert '[{"tags": ["a"]}, null]' in episode.turns[0].reply.text and episode.use.ok == 1
 
 
 async def test_each_episode_has_a_process_of_its_own_and_close_ends_it(opened, tmp_path):

@@ -6,6 +6,8 @@ import http.client
 import json
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -58,6 +60,56 @@ def fails(error):
         raise error
 
     return fn
+
+
+WHOLE = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def pick(things: list[str], weights: dict[str, int], most: int | None = None) -> str:
+    '''Pick.
+
+    Args:
+        things: the things.
+        weights: of each.
+        most: at most so many.
+
+    Returns:
+        what it picks.
+    '''
+    return str(most)
+"""
+
+
+def test_the_schema_of_a_tool_is_as_whole_in_a_rollout_as_in_a_trace(tmp_path):
+    """verl's own class keeps of an argument its type, description and enum, and drops the rest without a word."""
+    from transformers.utils import get_json_schema
+
+    from verl_ext.protocols.tool_schemas import schemas_of
+
+    nested = {"type": "object", "description": "d", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    written = {"name": "nest", "description": "n", "parameters": {"type": "object", "properties": {"a": nested}}}
+    (tmp_path / "functions.py").write_text(WHOLE)
+    tool = {"class_name": "verl.tools.base_tool.BaseTool", "config": {"type": "native"}}
+    tool["tool_schema"] = {"type": "function", "function": written}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
+    files = {"tool_config_path": "tools.yaml", "function_tool_path": "functions.py"}
+    tools = toolbox.load_tools(files, tmp_path)
+    shown = toolbox.schemas_of(tools)
+    picked = schemas_of([get_json_schema(tools[1].fn)])
+    assert json.dumps(shown["nest"]["function"]) == json.dumps(written)
+    assert json.dumps(shown["pick"]) == json.dumps(picked["pick"]) and "return" not in shown["pick"]["function"]
+    assert shown["pick"]["function"]["parameters"]["properties"]["things"]["items"] == {"type": "string"}
+
+
+@pytest.mark.nightly  # importing vLLM and Ray takes 10 s
+def test_a_worker_keeps_schemas_whole_before_it_loads_tools():
+    code = (
+        "import verl_ext.rollout.workers\nfrom verl.tools.schemas import OpenAIFunctionPropertySchema as Schema\n"
+        "print(Schema.model_validate({'type': 'array', 'items': {}}).model_dump(exclude_unset=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "{'type': 'array', 'items': {}}"
 
 
 @pytest.fixture

@@ -177,6 +177,14 @@ def test_a_value_of_another_type_is_the_models_error(tokenizer, kind, right, wro
     assert call.arguments == {"it": right}
 
 
+def test_null_is_a_value_where_the_schema_says_so(tokenizer):
+    it = {"type": "string", "enum": ["a"], "nullable": True}
+    for schema in (it, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"type": ["integer", "null"]}):
+        tools = {"ask": {"function": {"parameters": {"properties": {"it": schema}}}}}
+        (call,) = HermesProtocol(tokenizer).parse(call_text("ask", it=None), tools, ended=True)
+        assert call.arguments == {"it": None}
+
+
 def test_a_value_that_the_schema_does_not_list_is_the_models_error(tokenizer):
     unit = {"type": "string", "enum": ["m", "ft"]}
     tools = {"ask": {"function": {"parameters": {"properties": {"unit": unit}, "required": ["unit"]}}}}
