@@ -19,6 +19,7 @@ from verl_ext.doctor import (
     places,
     sandbox,
     template,
+    terms,
     values,
     versions,
 )
@@ -115,6 +116,7 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
     ("data", Need.FILES, lambda exam: data.check_files(exam.run)),
     ("data", Need.FILES, lambda exam: data.check_agent_names(exam.run)),
     ("data", Need.FILES, lambda exam: data.check_protocol(exam.run)),
+    ("reward", Need.FILES, lambda exam: terms.check_terms(exam.run)),
     ("memory", Need.MACHINE, lambda exam: memory.check_memory(exam.run, exam.machine, exam.gpu_gib)),
     ("checkpoints", Need.FILES, lambda exam: checkpoints.check_steps(exam.run)),
     ("checkpoints", Need.FILES, lambda exam: places.check_output(exam.run)),

@@ -127,4 +127,5 @@ def check_reward(run: Run) -> Iterator[Finding]:
     parts += [f"overlong shaping over the last {options.overlong_buffer} tokens"] * bool(options.overlong_buffer)
     parts += [f"length penalty {options.length_penalty}"] * bool(options.length_penalty)
     parts += ["tool bonus of the published run"] * options.tool_bonus
+    parts += [f"{term.weight:g} x {term.name}" for term in options.terms]
     yield ok(f"reward: {', '.join(parts)}")

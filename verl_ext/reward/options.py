@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty
+from verl_ext.reward.terms import Term, read_terms
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RewardOptions:
         random_reward_seed: another seed draws other random rewards.
         unverified_dir: folder for responses that could not be verified, to be graded again; None keeps none.
         verifiers: pattern of `data_source` or `ability` -> verifier; see verifiers/__init__.py.
+        terms: functions of your own that the reward adds; see terms.py.
     """
 
     max_resp_len: int
@@ -44,13 +46,15 @@ class RewardOptions:
     random_reward_seed: int = 0
     unverified_dir: str | None = None
     verifiers: Mapping[str, Any] | None = None
+    terms: tuple[Term, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RewardOptions":
         """Read `reward.reward_kwargs` of a whole verl config.
 
         Raises:
-            ValueError: a key means nothing here (Hydra would accept it silently), or a value is out of range.
+            ValueError: a key means nothing here (Hydra would accept it silently), a value is out of range, or a
+                function of `terms` cannot be imported.
         """
         settings = dict(config["reward"].get("reward_kwargs") or {})
         buffer_cfg = dict(settings.pop("overlong_buffer_cfg", None) or {})
@@ -76,6 +80,7 @@ class RewardOptions:
         if points is not None:
             settings["length_penalty"] = PIECEWISE if points == "piecewise" else tuple(map(tuple, points))
             piecewise_length_penalty(torch.tensor([0]), settings["length_penalty"])  # raises here, at start-up
+        settings["terms"] = read_terms(settings.get("terms"))
         options = cls(**settings)
         if options.overlong_counts not in ("response", "model"):
             raise ValueError(f"overlong_counts is {options.overlong_counts!r}: expected 'response' or 'model'.")

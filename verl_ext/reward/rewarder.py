@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl_ext.records.problem import id_of, problem_of
 from verl_ext.reward.numbers import BrokenReward
 from verl_ext.reward.options import RewardOptions
 from verl_ext.reward.score import Score
+from verl_ext.reward.terms import BUILT_IN
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, problem_text, verify_response
 from verl_ext.runs import jsonl
 
@@ -25,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class Rewarder:
-    """+1/-1 on the answer in the model's own tokens, with length penalties, a tool bonus and a control as options.
+    """+1/-1 on the answer in the model's own tokens; length penalties, a tool bonus, own terms, a control as options.
 
     A sample that the infrastructure failed (`finish_reason` "sandbox_failure" or "aborted", or an answer
     that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
     0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason. By these,
     the sampler keeps it out of training (verl_ext/trainer/sampler.py), and the figures of a validation
     (verl_ext/trainer/failed_samples.py) and of an evaluation (verl_ext/evaluation/figures.py) leave it out. A broken
-    row or verifier stops the run: a row without a ground truth, an `acc` of NaN.
+    row, verifier or term stops the run: a row without a ground truth, an `acc` of NaN.
 
     Args:
         config: a whole run's.
@@ -56,12 +58,13 @@ class Rewarder:
             sample: `reward_model.ground_truth`, `data_source`.
         Returns:
             The reward, with the same names for every sample: `acc` (the truth, in [0, 1]; 0 when unverified),
-            `train_acc` (which the reward was made of), the parts of the reward `reward_base`, `reward_overlong`,
-            `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`, `response_tokens` and the loop's
-            counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of `extra_info`), `problem`
-            (records/problem.py), `finish_reason`, `normalised` as strings, "" for nothing.
+            `train_acc` (which the reward was made of), `score` (the reward), its parts `reward_base`,
+            `reward_overlong`, `reward_length`, `reward_tool_bonus` and `reward_NAME` of each own term with its weight,
+            `unverified`, `sandbox_failure`, `response_tokens` and the loop's counts as floats; `pred`, `verdict`,
+            `method`, `data_source`, `id` (of `extra_info`), `problem` (records/problem.py), `finish_reason`,
+            `normalised` as strings, "" for nothing.
         Raises:
-            BrokenReward: the row or its verifier is broken; the message names both. The run stops.
+            BrokenReward: the row, its verifier or a term is broken; the message names it. The run stops.
             RuntimeError: the verifier could not reach a worker or a server, and did not say "unknown".
         """
         options, token_ids, use = self.options, episode.row.ids, episode.use or ToolUse()
@@ -83,11 +86,8 @@ class Rewarder:
             train_acc = float(self._draw(sample, token_ids) < options.random_reward_p)
         if infrastructure_failed:
             train_acc = 0.5
-        parts = dict.fromkeys(("reward_base", "reward_overlong", "reward_length", "reward_tool_bonus"), 0.0)
-        parts["reward_base"] = 2.0 * train_acc - 1.0
-        if not infrastructure_failed:
-            length = num_model_tokens if options.overlong_counts == "model" else len(token_ids)
-            parts |= self._shape(length, calls=0 if train_acc else use.calls)
+        judged, fails = replace(episode, score=score), infrastructure_failed
+        parts = await asyncio.to_thread(self._parts, judged, sample, train_acc=train_acc, fails=fails)
         reward = sum(parts.values())
         if options.reward_floor is not None:
             reward = max(reward, options.reward_floor)
@@ -102,6 +102,7 @@ class Rewarder:
         info = {
             "acc": acc,
             "train_acc": train_acc,
+            "score": reward,
             **parts,
             **flags,
             **{name: float(number) for name, number in counts.items()},
@@ -169,17 +170,23 @@ class Rewarder:
                 line = jsonl.dumps(row | {"pred": score.pred, "method": score.method}, default=str)
                 file.write(f"{line}\n".encode())
 
-    def _shape(self, num_tokens: int, *, calls: int) -> dict[str, float]:
-        """Return the length penalties and the bonus that are configured; `calls`: those that a bonus rewards."""
-        options, length, parts = self.options, torch.tensor([num_tokens]), {}
+    def _parts(self, judged: Episode, sample: Mapping[str, Any], *, train_acc: float, fails: bool) -> dict[str, float]:
+        """Return the parts of the reward by name; what infrastructure failed (`fails`) has only its base."""
+        options = self.options
+        names = (*BUILT_IN, *(term.name for term in options.terms))
+        parts = {f"reward_{name}": 0.0 for name in names} | {"reward_base": 2.0 * train_acc - 1.0}
+        if fails:
+            return parts
+        is_of_model = options.overlong_counts == "model" and judged.row.model_spans
+        length = torch.tensor([judged.row.num_model_tokens if is_of_model else len(judged.row.ids)])
         if options.overlong_buffer is not None:
             penalty = overlong_penalty(length, max_length=options.max_resp_len, buffer=options.overlong_buffer)
             parts["reward_overlong"] = options.overlong_factor * penalty.item()
         if options.length_penalty:
             parts["reward_length"] = piecewise_length_penalty(length, options.length_penalty).item()
-        if options.tool_bonus:
-            parts["reward_tool_bonus"] = tool_bonus(torch.tensor([calls])).item()
-        return parts
+        if options.tool_bonus and not train_acc:
+            parts["reward_tool_bonus"] = tool_bonus(torch.tensor([judged.use.calls if judged.use else 0])).item()
+        return parts | {f"reward_{term.name}": term.weight * term.value(judged, sample) for term in options.terms}
 
     def _draw(self, sample: Mapping[str, Any], token_ids: list[int]) -> float:
         """Draw uniformly from [0, 1), repeatably: by a hash of the seed, the sample's place in the run and its tokens.

@@ -12,7 +12,8 @@ class SamplerSettings:
     Attributes:
         poll_interval_s: between two looks at the queue.
         filter_groups: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
-            equality makes a group useless, and `max_num_gen_batches` the most prompts of a step, in train batches.
+            equality makes a group useless (`score`: the sum of all terms of the reward), and `max_num_gen_batches` the
+            most prompts of a step, in train batches.
         void_turn_filter: whether a rollout with a turn that has neither code nor answer is left out like a failed one
             (true), only left out of the loss ("loss": it stays in the baseline, as in SimpleTIR, arXiv:2509.02479), or
             trained on (false).

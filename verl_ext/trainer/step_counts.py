@@ -3,8 +3,8 @@
 The sampler (sampler.py) counts; this module decides nothing.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,10 +79,21 @@ class StepCounts:
             metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
         if self.judged:
             metrics["train/acc"] = float(np.mean([episode.reward.acc for episode in self.judged]))
+            metrics |= _parts_of_reward(self.judged)
         if own:
             metrics["train/truncation_rate"] = float(np.mean([each.is_truncated for each in own]))
             metrics["train/model_tokens"] = float(np.mean([each.num_model_tokens for each in own]))
         return metrics
+
+
+def _parts_of_reward(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return `train/reward_NAME`, the mean of each part of the reward; a part that is 0 for all is left out."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name, value in episode.reward.info.items():
+            if name.startswith("reward_"):
+                parts[f"train/{name}"].append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items() if any(values)}
 
 
 def domain_metrics(domains: Domains, of_domain: Mapping[str, StepCounts]) -> dict[str, float]:

@@ -51,6 +51,22 @@ def test_the_metric_of_the_configuration_decides_what_is_equal(make):
     assert sampled(buffer.sample(1, "train", 1)[0]) == [1]
 
 
+def test_a_group_that_differs_in_a_bonus_alone_is_useful_if_the_whole_score_is_compared(make):
+    bonus = [info(1, score=1.0), info(1, score=1.2)]
+    equal = [info(0, score=-1.0), info(0, score=-1.0)]
+    assert sampled(make([equal, bonus], batch_size=1, metric="score")[1].sample(1, "train", 1)[0]) == [1]
+    assert sampled(make([bonus, MIXED], batch_size=1, metric="acc")[1].sample(1, "train", 1)[0]) == [1]
+
+
+def test_each_part_of_the_reward_is_logged(make):
+    groups = [
+        [info(1, reward_base=1.0, reward_mine=0.5, reward_length=0.0), info(0, reward_base=-1.0, reward_mine=0.1)]
+    ]
+    metrics = make(groups, batch_size=1)[1].sample(1, "train", 1)[1]
+    parts = {name: value for name, value in metrics.items() if name.startswith("train/reward_")}
+    assert parts == {"train/reward_base": 0.0, "train/reward_mine": 0.3}, "a part that is always 0 is left out"
+
+
 @pytest.mark.parametrize("enable", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
