@@ -35,12 +35,25 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
+_ENDED = "the server has ended; its state is lost"
+
+
 class Unreachable(Exception):
     """The server could not be started or reached, or has ended; the message says which."""
+
+    kind = "ConnectionError"
 
 
 class Late(Unreachable):
     """The server did not answer in time."""
+
+    kind = "TimeoutError"
+
+
+class BadAnswer(Unreachable):
+    """The answer breaks the protocol, or the tool's own output schema."""
+
+    kind = "AnswerError"
 
 
 @dataclass(frozen=True)
@@ -108,18 +121,21 @@ class Connection:
         import mcp
 
         if self.is_lost:
-            raise Unreachable("the server has ended")
+            raise Unreachable(_ENDED)
         try:
             async with asyncio.timeout(timeout_s + EXIT_S):
                 return await self._client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
         except TimeoutError as error:
             raise Late(f"no answer within {timeout_s:g} s") from error
+        except (RuntimeError, ValueError) as error:  # what the client raises of it: pydantic's are ValueErrors
+            why = str(error).partition("\n")[0]
+            raise BadAnswer(f"the server's answer cannot be used: {why:.300}") from error
         except mcp.MCPError as error:
             if error.code == _LATE:
                 raise Late(f"no answer within {timeout_s:g} s") from error
             if error.code == _CLOSED:
                 self._end()
-                raise Unreachable("the server has ended") from error
+                raise Unreachable(_ENDED) from error
             raise
 
     async def aclose(self) -> None:

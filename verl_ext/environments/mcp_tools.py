@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.environments.base import Environment, Opening
-from verl_ext.environments.mcp_connection import Connection, Late, Server, Unreachable
+from verl_ext.environments.mcp_connection import Connection, Server, Unreachable
 from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.episode import CallResult
 from verl_ext.protocols.base import Call, format_output
@@ -116,8 +116,7 @@ class Mcp(Environment):
         except Unreachable as error:
             if not is_own:
                 return CallResult("", failure=f"{call.tool}: {_told(self._server, error)}")
-            kind = "TimeoutError" if isinstance(error, Late) else "ConnectionError"
-            said = f"{kind}: {error}" + "; its state is lost" * (kind == "ConnectionError")
+            said, kind = f"{error.kind}: {error}", error.kind
         except mcp.MCPError as error:
             if not is_own and error.code in _PROTOCOL and error.code not in _ARGUMENTS:
                 return CallResult("", failure=f"{call.tool}: {_told(self._server, error)}")

@@ -59,7 +59,12 @@ def look(place: dict, limit: Any = None) -> str:
     return json.dumps([place, limit])
 
 
-TOOLS = {tool.__name__: tool for tool in (put, fail, wait, die, fork, show, environment, look)} | {"bad name": die}
+def lie() -> str:
+    """Answer without what its output schema promises."""
+    return "4"
+
+
+TOOLS = {tool.__name__: tool for tool in (put, fail, wait, die, fork, show, environment, look, lie)} | {"bad name": die}
 TYPES = {str: {"type": "string"}, float: {"type": "number"}, int: {"type": "integer"}}
 TYPES |= {
     dict: {"$ref": "#/$defs/Place"},
@@ -74,7 +79,9 @@ def schema(name: str) -> dict[str, Any]:
     form = {"type": "object", "properties": wanted, "required": required, "additionalProperties": False}
     if name == "look":
         form["$defs"] = {"Place": PLACE}
-    return {"name": name, "description": TOOLS[name].__doc__, "inputSchema": form}
+    promised = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    output = {"outputSchema": promised} if name == "lie" else {}
+    return {"name": name, "description": TOOLS[name].__doc__, "inputSchema": form, **output}
 
 
 def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:

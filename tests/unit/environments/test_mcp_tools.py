@@ -22,7 +22,7 @@ from verl_ext.protocols.base import Call
 
 pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
-TOOLS = ["put", "fail", "wait", "die", "fork", "show", "environment", "look"]
+TOOLS = ["put", "fail", "wait", "die", "fork", "show", "environment", "look", "lie"]
 TASK = {"raw_prompt": [{"role": "user", "content": "?"}]}
 
 
@@ -168,6 +168,17 @@ async def test_a_server_of_several_episodes_that_does_not_answer_is_the_infrastr
         result = await environment.call(Call("die", {}, 0))
         assert "the server has ended" in result.failure and ".log" in result.failure
         assert "the newest is a" in await say(await opened(shared=True), "put", item="a"), "a new process"
+
+
+async def test_an_answer_that_breaks_the_tools_own_output_schema_is_the_servers_error(opened):
+    assert await say(await opened(), "lie") == (
+        "AnswerError: the server's answer cannot be used: Tool lie has an output schema but did not return structured "
+        "content"
+    ), "of an episode's own process, as all that breaks there"
+    shared = await opened(shared=True)
+    result = await shared.call(Call("lie", {}, 0))
+    assert "Tool lie has an output schema" in result.failure and not result.error
+    assert "the newest is a" in await say(shared, "put", item="a"), "the session goes on"
 
 
 async def test_a_server_that_does_not_start_is_the_infrastructures_failure(opened):
