@@ -1,8 +1,9 @@
 """A connection to an MCP server (Model Context Protocol): over stdio to a process that it starts, or over HTTP.
 
 Each has a task of its own, because the client's task groups must end in the task that began them, and an environment
-is opened and closed in different ones. A process is the leader of its group, which is killed when the connection
-closes; the kernel kills the leader if this process dies. Its standard error goes to a log file.
+is opened and closed in different ones. A process runs in a group with a shell that leads it, its keeper. The group is
+killed when the connection closes; if this process dies, the kernel tells the keeper, which kills it. The standard error
+goes to a log file.
 """
 
 import asyncio
@@ -24,17 +25,17 @@ EXIT_S = 0.5  # that a server has to end by itself once its input is closed
 CLOSE_S = 5.0  # within which a connection is closed
 
 _CLOSED, _LATE = -32000, -32001  # codes of errors that are the client's own
-# Runs the server in its own place, so that its pid is the one in the file. 1: PR_SET_PDEATHSIG.
+# Becomes the keeper, whose pid is the one in the file. 1: PR_SET_PDEATHSIG.
 _SHIM = f"""
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)})
+ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
 with open(sys.argv[1] + ".part", "w") as file:
     file.write(str(os.getpid()))
 os.rename(sys.argv[1] + ".part", sys.argv[1])
-os.execvp(sys.argv[2], sys.argv[2:])
+os.execv("/bin/sh", ["sh", "-c", sys.argv[2], "sh", *sys.argv[3:]])
 """
-
-
+# Runs the server with this one's standard input and output, and ends with it; SIGTERM kills the group.
+_KEEPER = 'trap "kill -9 0" TERM; exec 3<&0; "$@" <&3 3<&- & exec <&- >&- 3<&-; wait $!'
 _ENDED = "the server has ended; its state is lost"
 
 
@@ -209,7 +210,7 @@ class Connection:
         Path(self.server.log).parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="retool-mcp-") as folder, open(self.server.log, "a") as log:
             pid = Path(folder, "pid")
-            args = ["-IS", "-c", _SHIM, str(pid), *self.server.command]
+            args = ["-IS", "-c", _SHIM, str(pid), _KEEPER, *self.server.command]
             watching = asyncio.create_task(self._watch(pid))
             try:
                 server = {"command": sys.executable, "args": args, "env": dict(self.server.env), "cwd": self.server.cwd}

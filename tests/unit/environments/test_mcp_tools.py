@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -65,7 +64,8 @@ async def say(environment: Mcp, tool: str, **arguments: object) -> str:
 
 
 def processes() -> list[psutil.Process]:
-    """Those that connections have started: earlier tests of this worker may have left pools, and `url` has a port."""
+    """A keeper and a server for each connection: earlier tests of this worker may have left pools, and `url` has a
+    port."""
     started = psutil.Process().children(recursive=True)
     return [each for each in started if SERVER[1] in (line := each.cmdline()) and not line[-1].isdecimal()]
 
@@ -111,11 +111,11 @@ async def test_each_episode_has_a_process_of_its_own_and_close_ends_it(opened, t
     second = await opened()
     assert await say(first, "put", item="mine") == "1 items, the newest is mine"
     assert await say(second, "put", item="other") == "1 items, the newest is other", "nobody sees another's pile"
-    assert len(processes()) == 2
+    assert len(processes()) == 2 * 2
     assert await say(first, "environment") == f"{tmp_path} red None"
     await first.close()
     await first.close()
-    assert len(processes()) == 1
+    assert len(processes()) == 2
 
 
 async def test_secrets_of_this_process_are_not_the_servers(opened, monkeypatch):
@@ -126,7 +126,7 @@ async def test_secrets_of_this_process_are_not_the_servers(opened, monkeypatch):
 async def test_one_session_is_shared_until_the_last_episode_ends(opened):
     first, second = await opened(shared=True), await opened(shared=True)
     await say(first, "put", item="a")
-    assert await say(second, "put", item="b") == "2 items, the newest is b" and len(processes()) == 1
+    assert await say(second, "put", item="b") == "2 items, the newest is b" and len(processes()) == 2
     await first.close()
     assert await say(second, "put", item="c") == "3 items, the newest is c"
     await second.close()
@@ -255,7 +255,7 @@ async def test_a_server_ends_with_a_worker_that_is_killed():
     worker.kill()
     worker.communicate()
     await ended(server)
-    os.kill(child, signal.SIGKILL)  # the kernel ends the leader only
+    await ended(child)
 
 
 @pytest.mark.parametrize("shared", [False, True])
