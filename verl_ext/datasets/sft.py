@@ -9,6 +9,8 @@ that stands inside the assistant's text.
 
 import hashlib
 import logging
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,7 @@ from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.datasets.rows import progress_bar
 from verl_ext.protocols.base import SegmentEncoder, checked_kwargs
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import ANY_NUMBER, Segment, rendered_trace
@@ -46,7 +49,7 @@ class RetoolSFTDataset(Dataset):
         digest: hash of what the model wrote in all other rows, in order; `checkpoints/course.py` compares it.
     Raises:
         ValueError: a setting is unknown, missing or has an invalid value; or a row is not a trace or is too long, and
-            is not to be dropped. The message names the row's number and the reason.
+            is not to be dropped. The message names the row's number and the reason. Long rows come first.
     """
 
     def __init__(
@@ -76,13 +79,15 @@ class RetoolSFTDataset(Dataset):
         columns = config.messages_key, config.get("tools_key", "tools")
         rows = list(islice(_rows(files, *columns), max_samples if max_samples > 0 else None))
         self.dropped: list[tuple[int, str]] = []
-        traces = {
-            number: segments
-            for number, (messages, tools) in enumerate(rows)
-            if (segments := self._segments(number, messages, tools)) is not None
-        }
-        self._drop_long(traces)
-        self.segments = list(traces.values())
+        # The longest rows first, so that a row that is too long ends the run at once, and not after minutes.
+        order = sorted(range(len(rows)), key=lambda number: len(str(rows[number])), reverse=True)
+        is_shown = os.environ.get("RANK", "0") == "0"
+        traces = {}
+        for number in progress_bar(order, desc="SFT rows", unit=" rows", disable=not is_shown):
+            if (segments := self._segments(number, *rows[number])) is not None:
+                traces[number] = segments
+        self.dropped.sort()
+        self.segments = [traces[number] for number in sorted(traces)]
         digest = hashlib.blake2b(digest_size=16)
         for trace in self.segments:
             own = [segment.parts for segment in trace if segment.own]  # a prompt may hold the date
@@ -98,42 +103,54 @@ class RetoolSFTDataset(Dataset):
             raise ValueError(f"None of {len(rows)} SFT rows in {files} can be used: {self.dropped[:3]}.")
 
     def _segments(self, number: int, messages: Any, tools: Any) -> list[Segment] | None:
-        """Return prompt and response of one row; None if it is a bad row that is left out."""
+        """Return prompt and response of one row; None if it is left out."""
         try:
-            return rendered_trace(messages, tools, self._protocol, self.tokenizer, self._template_kwargs)
+            trace = rendered_trace(messages, tools, self._protocol, self.tokenizer, self._template_kwargs)
         except ValueError as error:
-            if self.bad_rows == "error":
-                raise ValueError(
-                    f"SFT row {number} is not a ReTool trace: {error}. Correct it, or set data.retool.bad_rows=drop."
-                ) from None
-            self.dropped.append((number, str(error)))
-            return None
+            return self._leave_out(
+                number,
+                str(error),
+                self.bad_rows,
+                "is not a ReTool trace: {}. Correct it, or set data.retool.bad_rows=drop",
+            )
+        if reason := self._too_long(trace):
+            how = "error" if self.truncation == "error" else "drop"
+            return self._leave_out(number, reason, how, "{}. Raise max_length, or set data.truncation to right or drop")
+        return trace
 
-    def _drop_long(self, traces: dict[int, list[Segment]]) -> None:
-        """Leave out, by their row numbers, the traces that are too long, or raise, as `data.truncation` says.
+    def _leave_out(self, number: int, reason: str, how: str, refusal: str) -> None:
+        """Note a row that is left out, or end the run if `how` is "error".
+
+        Raises:
+            ValueError: see there. A rank of torchrun exits with the same sentence: with a traceback of each rank, and
+                torchrun's own, nobody would find it.
+        """
+        if how == "drop":
+            self.dropped.append((number, reason))
+            return
+        sentence = f"SFT row {number} {refusal.format(reason)}."
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            sys.exit(sentence)
+        raise ValueError(sentence)
+
+    def _too_long(self, trace: list[Segment]) -> str:
+        """Return why a trace is too long, as `data.truncation` says; "" if it is not.
 
         A trace that would be cut is left out only if its prompt takes all of the length: a batch without a token to
         train on has no loss.
         """
         is_cut = self.truncation == "right"
-        for number, trace in list(traces.items()):
-            counted = trace[:1] if is_cut else trace
-            most = self.max_length - 1 if is_cut else self.max_length
-            # No text has more tokens than bytes, so most traces are known to fit without being tokenised.
-            if sum(len(part.encode()) for segment in counted for part in segment.parts) <= most:
-                continue
-            length = len(tokens_of(counted, self._encoder)[0])
-            if length <= most:
-                continue
-            reason = f"has {length} tokens, more than data.max_length={self.max_length}"
-            if is_cut:
-                reason = f"has a prompt of {length} tokens: data.max_length={self.max_length} leaves no room to answer"
-            if self.truncation == "error":
-                raise ValueError(
-                    f"SFT row {number} {reason}. Raise max_length, or set data.truncation to right or drop."
-                )
-            self.dropped.append((number, reason))
-            del traces[number]
+        counted = trace[:1] if is_cut else trace
+        most = self.max_length - 1 if is_cut else self.max_length
+        # No text has more tokens than bytes, so most traces are known to fit without being tokenised.
+        if sum(len(part.encode()) for segment in counted for part in segment.parts) <= most:
+            return ""
+        length = len(tokens_of(counted, self._encoder)[0])
+        if length <= most:
+            return ""
+        if is_cut:
+            return f"has a prompt of {length} tokens: data.max_length={self.max_length} leaves no room to answer"
+        return f"has {length} tokens, more than data.max_length={self.max_length}"
 
     def __len__(self) -> int:
         return len(self.segments)

@@ -142,6 +142,24 @@ def test_a_row_that_is_too_long_is_an_error_or_cut_on_the_right(make_dataset):
         assert value.tolist() == whole[name].tolist()[:-3]
 
 
+def test_the_longest_rows_are_looked_at_first_and_all_stay_in_order(make_dataset):
+    tokens, short = len(make_dataset([TRACE])[0]["input_ids"]), [user("1+1?"), assistant(r"\boxed{2}")]
+    with pytest.raises(ValueError, match=f"SFT row 1 has {tokens} tokens"):
+        make_dataset([[user("?")], TRACE], max_length=tokens - 3)  # row 0 is no trace
+    dataset = make_dataset([[user("?")], short, TRACE], bad_rows="drop")
+    assert [len(item["input_ids"]) for item in dataset] == [len(make_dataset([short])[0]["input_ids"]), tokens]
+    dropped = make_dataset(
+        [[user("?")], short, TRACE], bad_rows="drop", max_length=tokens - 3, truncation="drop"
+    ).dropped
+    assert [number for number, _ in dropped] == [0, 2]
+
+
+def test_a_rank_of_torchrun_ends_with_the_sentence_alone(make_dataset, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SystemExit, match=r"^SFT row 0 has \d+ tokens, more than data.max_length=9. Raise max_length"):
+        make_dataset([TRACE], max_length=9)
+
+
 def test_the_digest_is_of_the_responses_in_their_order_and_not_of_what_is_cut(make_dataset):
     """A resumed run recognises its rows by the digest (checkpoints/course.py)."""
     other = [user(), assistant("4")]
