@@ -7,7 +7,7 @@ from there, and `to_record` (records/trajectories.py) for the run's records.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -305,6 +305,22 @@ class Episode:
         """Return the oldest version of the weights that wrote a token of it; None if one is not known."""
         versions = [row.oldest_version() for row in self.rows]
         return None if None in versions else min(versions, default=None)
+
+
+USAGE = "usage"  # key of `Episode.from_server`: the `Usage` of an endpoint that is paid by the token
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What was used of a model; tokens as its server counts them."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refusals: int = 0  # answers that the endpoint gave by its own rules in place of the model's
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
 
 SUMMARY = "episode"  # key of verl's `extra_fields`: the part of an episode that the trainer reads

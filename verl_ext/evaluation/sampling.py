@@ -22,7 +22,8 @@ from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.environments.base import selected
 from verl_ext.environments.shared_client import shared_client
 from verl_ext.environments.toolbox import load_tools
-from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
+from verl_ext.episode import USAGE, Episode, EpisodeKey, TokenRow, ToolUse
+from verl_ext.evaluation.meter import Meter
 from verl_ext.evaluation.samples import failure_of
 from verl_ext.evaluation.store import Store
 from verl_ext.outcome import UNVERIFIED, RolloutEnd
@@ -128,27 +129,33 @@ class Sampler:
                     f"the server's limit is {limit}. Lower --max-tokens, or raise the limit (max_model_len)."
                 )
 
-    async def run(self, tasks: Sequence[Task], store: Store, *, concurrency: int) -> None:
-        """Take the samples of which `store` has no judged row, and add each as it ends.
+    async def run(self, tasks: Sequence[Task], store: Store, *, concurrency: int, meter: Meter | None = None) -> None:
+        """Take the samples of which `store` has no judged row, and add each as it ends; begin none once `meter` has
+        enough.
 
         Raises:
             InfrastructureDown: see there; finished samples are kept.
         """
         todo = pending(tasks, store.rows)
         waiting, accs, failed = iter(todo), [], 0
+        meter = meter or Meter()
+        for row in store.rows.values():
+            meter.add(row)
         with progress_bar(total=len(tasks), initial=len(tasks) - len(todo), desc="samples", delay=0) as progress:
 
             async def work() -> None:
                 nonlocal failed
-                for task in waiting:
+                while not meter.is_spent and (task := next(waiting, None)):
                     row = await self.take(task, store.rows.get(task.key))
                     store.add(row)
+                    meter.add(row)
                     if failure_of(row):
                         failed += 1
                     else:
                         accs.append(row["acc"])
                     shown = {"acc": f"{sum(accs) / len(accs):.3f}"} if accs else {}
-                    progress.set_postfix(shown | ({"failed": failed} if failed else {}), refresh=False)
+                    shown |= meter.shown() | ({"failed": failed} if failed else {})
+                    progress.set_postfix(shown, refresh=False)
                     progress.update()
                     self._stop_if_down(row)
 
@@ -187,6 +194,8 @@ class Sampler:
             episode.score_s = time.perf_counter() - rolled_out
         episode.started_s, episode.ended_s = started, started + time.perf_counter() - began
         episode.sampling = self._params | seed
+        if used := episode.from_server.get(USAGE):
+            episode.sampling[USAGE] = used
         return problem_columns(columns, validate=True) | {"problem": task.row["problem"]} | to_record(episode)
 
     def _episode_of(self, key: EpisodeKey, row: Mapping[str, Any]) -> Episode:

@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, ToolListWrap
+from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.environments.base import selected
 from verl_ext.episode import CallResult, Episode, EpisodeKey, Turn, TurnCall
@@ -149,7 +150,7 @@ class RetoolAgentLoop(AgentLoopBase):
             params = sampling_params | {"output_kind": self._output_kind} | way.stops.params(rollout.stop)
             if self._is_repeatable:  # a separate seed per request, so neither their order nor their batch matters
                 params["seed"] = seed_of(self._seeds["rollout"], key.uid, key.session, rollout.requests)
-            text, ended, aborted = await self._model_turn(rollout, way, params, request_id, priority)
+            text, ended, aborted = await self._model_turn(rollout, life, way, params, request_id, priority)
             if rollout.is_turn_open:
                 continue
             thinking = rollout.begins_thinking
@@ -187,8 +188,19 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.add_reply(ids, "".join(reply), said, "user")
         return None
 
+    async def generate(
+        self, rollout: Rollout, life: Life, way: Way, params: dict[str, Any], request_id: str, priority: int
+    ) -> TokenOutput:
+        """Return what the model writes next. Another kind of server may want the conversation, not its tokens."""
+        return await self.server_manager.generate(
+            request_id=request_id,
+            prompt_ids=rollout.row.prompt_ids + rollout.row.ids,
+            sampling_params=dict(params, max_tokens=rollout.room),
+            priority=priority,
+        )
+
     async def _model_turn(
-        self, rollout: Rollout, way: Way, params: dict[str, Any], request_id: str, priority: int
+        self, rollout: Rollout, life: Life, way: Way, params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
         """Let the model write up to a stop, an end token or the budget's end; `rollout.is_turn_open` says whether the
         turn continues from there.
@@ -198,19 +210,13 @@ class RetoolAgentLoop(AgentLoopBase):
         """
         started, started_s = time.perf_counter(), time.time()
         row, episode = rollout.row, rollout.episode
-        before = row.prompt_ids + row.ids
-        output = await self.server_manager.generate(
-            request_id=request_id,
-            prompt_ids=before,
-            sampling_params=dict(params, max_tokens=rollout.room),
-            priority=priority,
-        )
+        output = await self.generate(rollout, life, way, params, request_id, priority)
         seconds = time.perf_counter() - started
         rollout.use.generate_s += seconds
         rollout.requests += 1
         start = rollout.turn_start
         if not rollout.is_turn_open:
-            rollout.begins_thinking = way.stops.begins_thinking(before)
+            rollout.begins_thinking = way.stops.begins_thinking(row.prompt_ids + row.ids)
         thinking, so_far = rollout.begins_thinking, row.ids[start:]
         ids = list(output.token_ids)
         log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)

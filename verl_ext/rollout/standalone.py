@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.rollout.chat import ChatLoop, ChatServer
 from verl_ext.rollout.loop import RetoolAgentLoop
 
 
@@ -17,7 +18,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def make_loop(config: DictConfig, server: Any, tokenizer: Any, tools: list[Any], **settings: Any) -> RetoolAgentLoop:
-    """Return the agent loop of a run, to which any server (servers.py) generates.
+    """Return the agent loop of a run, to which any server (servers.py, chat.py) generates.
 
     Args:
         config: the run's.
@@ -26,7 +27,8 @@ def make_loop(config: DictConfig, server: Any, tokenizer: Any, tools: list[Any],
     """
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 
-    return RetoolAgentLoop(
+    loop = ChatLoop if isinstance(server, ChatServer) else RetoolAgentLoop
+    return loop(
         trainer_config=DictConfigWrap(config),
         server_manager=server,
         tokenizer=tokenizer,

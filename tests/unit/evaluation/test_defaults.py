@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.evaluation.__main__ import chosen_settings, main, parse_args
+from verl_ext.evaluation.__main__ import main, parse_args
 from verl_ext.evaluation.defaults import BASE, choose, for_this_machine
 from verl_ext.evaluation.settings import ConfigError, load_config
+from verl_ext.evaluation.take import chosen_settings
 
 QWEN = Path(__file__).parents[2] / "data" / "qwen2.5_chat_template.jinja"
 PROTOCOL = "retool.protocol="
@@ -133,7 +134,7 @@ def server() -> Iterator[dict]:
 
 
 def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, capsys, monkeypatch):
-    monkeypatch.setattr("verl_ext.evaluation.__main__.set_environment", lambda: None)  # its variables would leak
+    monkeypatch.setattr("verl_ext.evaluation.take.set_environment", lambda: None)  # its variables would leak
     folder, saved = model(tmp_path / "run" / "merged"), tmp_path / "run" / "hydra" / "config.yaml"
     saved.parent.mkdir()
     saved.write_text("data: {retool: {protocol: hermes}}\ntrainer: {experiment_name: tiny_sft}\n")
@@ -142,7 +143,7 @@ def test_a_server_names_the_folder_whose_run_has_the_settings(tmp_path, server, 
     config, chosen = chosen_settings(parse_args([*argv, "--n", "3"]), None)
     assert (config.retool.protocol, chosen.config) == ("hermes", "tiny_dapo")
     assert config.actor_rollout_ref.rollout.val_kwargs.n == 3
-    assert f"evaluate: settings of the model's run, {tmp_path / 'run'}" in capsys.readouterr().out
+    assert f"Settings of the model's run, {tmp_path / 'run'}" in capsys.readouterr().out
     server["said"]["root"] = "Qwen/Qwen3-4B"  # on another machine, or from the hub
     with pytest.raises(
         SystemExit, match="evaluate: The protocol .* the model's folder is not here. Give --protocol code"

@@ -27,7 +27,7 @@ def test_arguments_and_overrides_may_stand_in_any_order():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "one of the arguments --model --server --checkpoint --samples is required"),
+        ([], "one of the arguments --model --server --chat --checkpoint --samples is required"),
         (["--model", "m", "--server", "http://x/v1", "--out", "o"], "not allowed with argument"),
         (["--model", "m"], "give --out, the folder"),
         (["--model", "m", "--out", "o", "aime_2025"], "'aime_2025' is not an override of the form KEY=VALUE"),
