@@ -102,9 +102,13 @@ def read_problems(source: str, *, split: str = "train", columns: tuple[str, str]
         yield Problem(bare_problem(text), str(answer).strip(), _find_id(row, where))
 
 
-def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[dict[str, Any]], Any]:
+def check_row(
+    row: dict[str, Any], where: str, prompt_key: str, *, needs_user: bool = True
+) -> tuple[list[dict[str, Any]], Any]:
     """Return messages and answer of a row in verl's RL columns.
 
+    Args:
+        needs_user: whether the last message must be the user's; else there may also be only system messages.
     Raises:
         DataError: one of them is missing, empty or of another type, or the last message is not the user's; the message
             names the row.
@@ -117,7 +121,8 @@ def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[di
     answer = column_of(row, "reward_model.ground_truth", where, (str, int, float, list))
     if answer in ("", []) or (isinstance(answer, str) and not answer.strip()):
         raise DataError(f"{where}, column reward_model.ground_truth: it is empty, so no answer could be right.")
-    if not messages or messages[-1]["role"] != "user":
+    is_bare = bool(messages) and all(message["role"] == "system" for message in messages)
+    if not (is_bare and not needs_user) and (not messages or messages[-1]["role"] != "user"):
         raise DataError(f"{where}, column {prompt_key}: the last message is not the user's.")
     return messages, answer
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,11 @@ from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.template import protocol_of, shown, template_kwargs, tool_schemas
 from verl_ext.doctor.tokens import PlainEncoder, QuickTokenizer
+from verl_ext.environments import BUILT_IN, OF_SANDBOX
 from verl_ext.protocols.base import SegmentEncoder
 from verl_ext.protocols.trace import messages_of, rendered_trace
+from verl_ext.settings.domains import of_whole_run, read_domains
+from verl_ext.settings.objects import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,13 +203,15 @@ def _check_problems(
     count, count_as_verl = _counters(run, tokenizer, limit) if tokenizer is not None else (None, None)
     lengths, overlaps = Lengths(count, limit, is_quick=is_quick), Overlaps(run, split, is_quick=is_quick)
     answers: dict[str, set[str]] = {}
-    number = 0
+    number, writes_first = 0, cache(partial(_writes_first, run))
     try:
         for where, row in _readable(rows):
             number += 1
-            messages, answer = check_row(row, where, run.text_column)
-            problem = bare_problem(messages[-1]["content"])
-            key = same_problem_key(problem)
+            has_user = not _is_bare(row.get(run.text_column))
+            needs_user = has_user or not writes_first(row.get("data_source"))
+            messages, answer = check_row(row, where, run.text_column, needs_user=needs_user)
+            problem = bare_problem(messages[-1]["content"]) if has_user else ""
+            key = same_problem_key(problem) if has_user else where  # only its extra_info says what it asks
             answers.setdefault(key, set()).add(str(answer))
             overlaps.add(where, problem, key)
             how = {name: row.get(name) for name in ("agent_name", "data_source", "extra_info")}
@@ -249,6 +255,24 @@ def _check_problems(
     if tokenizer is not None:
         fit = f"{number - len(long) - len(refused):,} within" if long or refused else "all within"
         yield ok(f"{split}: {of} rows, {len(answers):,} problems; prompts: {fit} {limit} tokens, tools included")
+
+
+def _is_bare(messages: Any) -> bool:
+    """Return whether a prompt has only messages of the system."""
+    found = messages if isinstance(messages, list) else []
+    return bool(found) and all(isinstance(each, dict) and each.get("role") == "system" for each in found)
+
+
+def _writes_first(run: Run, source: Any) -> bool:
+    """Return whether the environment of a data source's rows writes the first user's message if a row has none."""
+    try:
+        domain = read_domains(run.config).get(str(source)) or of_whole_run(run.config)
+        entries = domain.environment if isinstance(domain.environment, list) else [domain.environment]
+        names = [str(each["name"] if isinstance(each, dict) else each) for each in entries]
+        kinds = [load_object(BUILT_IN.get(name, name)) for name in names if name not in OF_SANDBOX]
+    except Exception:  # of a table or of whoever wrote an environment; check_config or check_domains reports it
+        return False
+    return any(getattr(kind, "writes_first", False) for kind in kinds)
 
 
 def _of(number: int, total: int | None) -> str:

@@ -8,3 +8,13 @@ that ship: `search.py` looks up a local `corpus.py`, `math_tools.py` runs `math_
 `skyrl_gym.py` and `openenv.py` adapt environments of other projects, whose rewards `rewards.py` turns into scores.
 In: a call. Out: text for the model, or an infrastructure failure.
 """
+
+BUILT_IN: dict[str, str] = {
+    "math_tools": "verl_ext.environments.math_tools:MathTools",
+    "mcp": "verl_ext.environments.mcp_tools:Mcp",
+    "openenv": "verl_ext.environments.openenv:OpenEnv",
+    "search": "verl_ext.environments.search:Search",
+    "skyrl_gym": "verl_ext.environments.skyrl_gym:SkyRlGym",
+    "user": "verl_ext.environments.user:User",
+}
+OF_SANDBOX = ("python", "notebook")  # both are ToolEnvironment, with one interpreter or the other

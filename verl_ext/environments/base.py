@@ -63,9 +63,12 @@ class Environment:
         call_s: seconds that a call of a `tool` may take; None: the run's limit for programs and their queueing. A call
             that takes longer is the model's error, so a tool with a backend needs a shorter limit, after which it
             raises ToolUnavailable. A tool that is no coroutine works on in its thread.
+        writes_first: whether `open` writes the first message of a user if the row has none. Elsewhere the doctor
+            refuses such a row.
     """
 
     is_stateless: ClassVar[bool] = False
+    writes_first: ClassVar[bool] = False
     call_s: float | None = None
     config: Any = None
 

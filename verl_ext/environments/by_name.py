@@ -1,8 +1,8 @@
 """The environments by name, as `retool.environment` and the table `retool.domains` choose them.
 
-An entry is a name of BUILT_IN, `FILE.py:NAME` or `package.module:NAME` of a class derived from `Environment`; a section
-with that as `name` and the settings of the class next to it; or a list of entries, whose tools an episode has together.
-With an empty list the model has no tools.
+An entry is a name of BUILT_IN (`__init__.py`), `FILE.py:NAME` or `package.module:NAME` of a class derived from
+`Environment`; a section with that as `name` and the settings of the class next to it; or a list of entries, whose tools
+an episode has together. With an empty list the model has no tools.
 
     retool:
       environment: [notebook, {name: search, corpus: corpus.jsonl}]
@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_ext.environments import BUILT_IN, OF_SANDBOX
 from verl_ext.environments.base import Environment, Opening
 from verl_ext.environments.toolbox import Toolbox
 from verl_ext.episode import CallResult, Episode, Score
@@ -23,16 +24,6 @@ from verl_ext.protocols.base import Call
 from verl_ext.protocols.tool_schemas import schemas_of
 from verl_ext.settings.domains import of_whole_run, read_domains
 from verl_ext.settings.objects import load_object
-
-BUILT_IN: dict[str, str] = {
-    "math_tools": "verl_ext.environments.math_tools:MathTools",
-    "mcp": "verl_ext.environments.mcp_tools:Mcp",
-    "openenv": "verl_ext.environments.openenv:OpenEnv",
-    "search": "verl_ext.environments.search:Search",
-    "skyrl_gym": "verl_ext.environments.skyrl_gym:SkyRlGym",
-    "user": "verl_ext.environments.user:User",
-}
-OF_SANDBOX = ("python", "notebook")  # both are ToolEnvironment, with one interpreter or the other
 
 
 class Environments:

@@ -50,6 +50,8 @@ class OpenEnv(Environment):
         ValueError: a setting cannot be used.
     """
 
+    writes_first = True
+
     def __init__(
         self,
         config: Any = None,

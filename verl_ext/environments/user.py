@@ -59,6 +59,8 @@ class User(Environment):
         ValueError: a setting cannot be used.
     """
 
+    writes_first = True
+
     def __init__(
         self,
         config: Any = None,

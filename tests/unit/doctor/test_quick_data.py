@@ -106,6 +106,29 @@ def test_rows_that_no_rollout_or_reward_can_use(split, bad, message, suffix, say
     assert message in told[0] or (message.startswith("the row has no") and "None" in told[0]), texts
 
 
+def test_a_row_without_a_users_message_is_right_where_the_environment_writes_the_first(say, tmp_path):
+    bare = [problem(f"{i}", str(i)) | {"prompt": [{"role": "system", "content": "Help."}]} for i in range(20)]
+    (tmp_path / "own.py").write_text(
+        "from verl_ext.environments.base import Environment\nclass Own(Environment):\n    writes_first = True\n"
+        "class Other(Environment):\n    pass\n"
+    )
+    train = write(tmp_path / "train.parquet", bare)
+    user = "{name: user, base_url: 'http://127.0.0.1:9/v1'}"
+    for entry in (user, f"[notebook, {user}]", "{name: openenv, url: 'http://127.0.0.1:9'}", f"{tmp_path}/own.py:Own"):
+        assert [each for each in say(train, None, f"retool.environment={entry}") if "the user's" in each] == []
+    told = [
+        *say(train, None, f"retool.environment={tmp_path}/own.py:Other"),
+        *say(train, None, "retool.environment=nowhere.py:Own"),
+        *say(train, None, f"+retool.domains={{other: {{environment: {user}}}, test: {{}}}}"),
+    ]
+    assert len([each for each in told if "the last message is not the user's" in each]) == 3
+    (train.parent / "bad").mkdir()
+    ends = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for prompt in ([], ends, [ends[1]]):
+        train = write(tmp_path / "bad" / "train.parquet", [each | {"prompt": prompt} for each in bare])
+        assert any(each.startswith("FAIL") for each in say(train, None, f"retool.environment={user}")), prompt
+
+
 @pytest.mark.parametrize("column", ["reward_model", "data_source", "prompt"])
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_a_column_that_is_not_there_is_one_line_with_its_name(column, suffix, say, tmp_path):
