@@ -181,15 +181,20 @@ class ScriptedSandbox:
     def __post_init__(self) -> None:
         self._results = iter(self.results)
 
-    async def run(self, code: str, *, timeout_s: float, memory_limit_mb: int, echo_last_expression: bool):
+    async def run(
+        self, code: str, *, timeout_s: float, memory_limit_mb: int, echo_last_expression: bool, session_id: str = ""
+    ):
         from verl_ext.sandbox.client import RunResult
 
-        assert (timeout_s, memory_limit_mb, echo_last_expression) == (5, 256, False)
+        assert (timeout_s, memory_limit_mb, echo_last_expression) == (5, 256, bool(session_id))
         self.codes.append(code)
         result = next(self._results)
         if isinstance(result, str):
             result = RunResult("ok", result, "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
         return result
+
+    async def end_session(self, session_id: str) -> None:
+        """End a notebook's session; there is none."""
 
 
 @pytest.fixture(scope="session")

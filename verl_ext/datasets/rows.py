@@ -23,19 +23,20 @@ class DataError(ValueError):
     """A source cannot be read or used. If a row is not of the expected form, the message names the row and column."""
 
 
-def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(source: str, *, split: str = "train", show: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, row), `where` being the file and line or row, for messages; show a progress bar.
 
     Args:
         source: path of a parquet or JSONL file or of a folder of them; else a data set on the hub, owner/name, or
             owner/name/subset if it has several.
         split: the split of the hub's data set.
+        show: whether there is a progress bar.
     Raises:
         DataError: there is no such file, and the hub cannot be reached or does not have it; or a line is not a JSON
             object.
     """
     files = _files(source)
-    with progress_bar(desc=f"read {source}", unit=" rows") as progress:
+    with progress_bar(desc=f"read {source}", unit=" rows", disable=not show) as progress:
         for file in files or [None]:
             for where, row in lines(file) if file and file.suffix in _JSON_SUFFIXES else _table(source, file, split):
                 progress.update()

@@ -240,5 +240,11 @@ def _without_drawings(text: str) -> str:
     return "".join([*kept, text[position:]])
 
 
-def _shingles(letters: str) -> set[str]:
-    return {letters[i : i + SHINGLE_CHARS] for i in range(max(1, len(letters) - SHINGLE_CHARS + 1))}
+def shingles_of(text: str, length: int = SHINGLE_CHARS) -> set[str]:
+    """Return the runs of so many letters, digits and signs of a text; a shorter text is one run, an empty one none."""
+    letters = _letters(_words(text))
+    return _shingles(letters, length) if letters else set()
+
+
+def _shingles(letters: str, length: int = SHINGLE_CHARS) -> set[str]:
+    return {letters[i : i + length] for i in range(max(1, len(letters) - length + 1))}

@@ -1,8 +1,9 @@
 """Turn a conversation into the segments of a rollout: what the model wrote, and what stood between its turns.
 
-Three forms are understood: `{role, content}` with the role `interpreter` and code between `<code>` tags; the published
-ReTool-SFT, with tool calls as objects and the interpreter as role `tool`; and its original form, with the interpreter's
-answers in the assistant's text. Each form can be turned into either protocol.
+Four forms are understood: `{role, content}` with the role `interpreter` (or `tool`) after code between `<code>` tags;
+the same after calls between `<tool_call>` tags; the published ReTool-SFT, with tool calls as objects and the
+interpreter as role `tool`; and its original form, with the interpreter's answers in the assistant's text. Each form can
+be turned into either protocol. The text of a protocol stays as it was written, if that is the protocol in use.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from verl_ext.protocols.base import (
     strip_fence,
 )
 from verl_ext.protocols.code import CODE_STOP, CodeProtocol, split_call
+from verl_ext.protocols.hermes import CALL_START, HermesProtocol
 from verl_ext.protocols.thinking import THINK_START, THINK_STOP, opens_thinking
 from verl_ext.protocols.tool_schemas import plain, schemas_of, without_nulls
 
@@ -42,13 +44,14 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")  # keys in which ser
 
 
 @dataclass
-class _Turn:
+class TraceTurn:
     """One turn of the model, with the tools' answers to it."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
-    text: str | None = None  # content and call as they stand in the trace, where its code is between tags
+    text: str | None = None  # content and calls as they stand in the trace, if they are the text of a protocol
+    protocol: str | None = None  # name of that protocol
     users: list[str] = field(default_factory=list)  # what users say to a turn without a call
 
 
@@ -81,6 +84,38 @@ def split_trace(
     Raises:
         ValueError: it is no such conversation, or has a call that the agent loop would refuse; the message says why.
     """
+    prompt, schemas, turns = conversation_of(messages, tools)
+    last = turns[-1]
+    shown = protocol.schemas(schemas)
+    thinking = render is not None and opens_thinking(before := render(prompt, shown))
+    segments: list[Segment] = []
+    for turn in turns:
+        text = turn.text if turn.protocol == protocol.name else protocol.write(turn.content, turn.calls)
+        if thinking:
+            text = _within_thinking(text, before)
+        ended = turn is last or bool(turn.users) or protocol.call_ends_turn
+        segments += [_own(text, eos), *[Segment([eos], True)] * ended]
+        if turn is last or turn.users:
+            _check_answer(text, schemas, protocol, thinking)
+        else:
+            _check_calls(text, turn.calls, schemas, protocol, thinking)
+        if turn is not last:
+            outputs = [format_output(output, "") for output in turn.outputs]
+            reply = turn.users or outputs
+            if eos:  # without a tokenizer there is no template
+                reply = protocol.user_reply(reply) if turn.users else protocol.reply(reply, ended=ended)
+            segments.append(Segment(reply, False))
+            before = reply[-1]
+            thinking = opens_thinking(before)
+    return prompt, shown, segments
+
+
+def conversation_of(messages: Any, tools: Any) -> tuple[list[dict], dict[str, dict], list[TraceTurn]]:
+    """Return the prompt's messages, the schemas of the tools by name, and the model's turns; see `split_trace`.
+
+    Raises:
+        ValueError: it is no such conversation; calls are not checked.
+    """
     messages, keep_nulls = messages_of(messages), isinstance(messages, str)
     schemas = schemas_of(tools)
     length = next((i for i, m in enumerate(messages) if m.get("role") not in PROMPT_ROLES), len(messages))
@@ -92,29 +127,7 @@ def split_trace(
     if last.calls or last.outputs or last.users:
         raise ValueError("the last message must be the assistant's answer, without a call")
     last.content = _DOUBLED.sub(r"\\boxed{\1}", last.content)
-    shown = protocol.schemas(schemas)
-    thinking = render is not None and opens_thinking(before := render(prompt, shown))
-    segments: list[Segment] = []
-    for turn in turns:
-        keep = turn.text is not None and isinstance(protocol, CodeProtocol)
-        text = turn.text if keep else protocol.write(turn.content, turn.calls)
-        if thinking:
-            text = _within_thinking(text, before)
-        ended = turn is last or bool(turn.users) or protocol.call_ends_turn
-        segments += [_own(text, eos), *[Segment([eos], True)] * ended]
-        if turn is last or turn.users:
-            _check_answer(text, schemas, protocol, thinking)
-        else:
-            _check_calls(text, turn.calls, schemas, protocol, thinking)
-        if turn is not last:
-            outputs = [format_output(output, "") for output in turn.outputs]
-            reply = protocol.reply(outputs, ended=ended) if not turn.users else turn.users
-            if turn.users and eos:  # without a tokenizer there is no template
-                reply = protocol.user_reply(turn.users)
-            segments.append(Segment(reply, False))
-            before = reply[-1]
-            thinking = opens_thinking(before)
-    return prompt, shown, segments
+    return prompt, schemas, turns
 
 
 def rendered_trace(
@@ -149,6 +162,20 @@ def messages_of(value: Any) -> list[dict]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"expected a list of messages, each with a role and a content, but found {str(value)[:200]}")
     return messages
+
+
+def explicit(messages: Any, tools: Any) -> list[dict]:
+    """Return the messages of a row so that they mean the same as JSON text: without the nulls of a Parquet column."""
+    if isinstance(messages, str):
+        return messages_of(messages)
+    schemas, found = schemas_of(tools), []
+    for message in messages_of(messages):
+        calls = [_call(call, schemas, False) for call in message.get("tool_calls") or []]
+        message = {key: value for key, value in message.items() if value is not None}
+        functions = [{"name": call.tool, "arguments": call.arguments} for call in calls]
+        made = [{"type": "function", "function": function} for function in functions]
+        found.append(message | ({"tool_calls": made} if made else {}))
+    return found
 
 
 def text_of(message: Mapping[str, Any], *, optional: bool = False) -> str:
@@ -227,7 +254,7 @@ def _own(text: str, eos: str) -> Segment:
     return Segment([text], True)
 
 
-def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_Turn]:
+def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[TraceTurn]:
     """Yield the turns of the model; raise ValueError if roles do not alternate."""
     roles = [message.get("role") for message in messages]
     wrong = ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
@@ -237,13 +264,13 @@ def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_T
             raise wrong
         calls = [_call(call, schemas, keep_nulls) for call in messages[i].get("tool_calls") or []]
         text = text_of(messages[i], optional=bool(calls))
-        turns = [_Turn(text, calls)] if calls else list(_inline_turns(text))
+        turns = [TraceTurn(text, calls)] if calls else list(_inline_turns(text))
         i += 1
         while i < len(messages) and roles[i] in TOOL_ROLES:
             turns[-1].outputs.append(_text(messages[i]))
             i += 1
         if turns[-1].outputs and not turns[-1].calls:
-            turns[-1] = _with_call(turns[-1].content, turns[-1].outputs)
+            turns[-1] = _with_calls(turns[-1].content, turns[-1].outputs, schemas)
         if len(turns[-1].outputs) != len(turns[-1].calls):
             raise ValueError(f"{len(turns[-1].calls)} calls with {len(turns[-1].outputs)} answers; roles are {roles}")
         while i < len(messages) and roles[i] == "user" and not turns[-1].calls:
@@ -254,23 +281,35 @@ def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_T
             raise wrong
 
 
-def _inline_turns(text: str) -> Iterator[_Turn]:
+def _inline_turns(text: str) -> Iterator[TraceTurn]:
     """Yield the turns of one text of the assistant, in which the interpreter may have answered."""
     parts, rest = split_outputs(text)
     for content, output in parts:
         yield _with_call(content, [output])
     if 0 <= rest.find("<interpreter>") < rest.rfind(_OUTPUT_STOP):
         raise ValueError(f"the interpreter answers a message that does not end in {CODE_STOP}: {rest[:100]!r}")
-    yield _Turn(rest)
+    yield TraceTurn(rest)
 
 
-def _with_call(content: str, outputs: list[str]) -> _Turn:
+def _with_calls(content: str, outputs: list[str], schemas: dict) -> TraceTurn:
+    """Return a turn whose calls stand in its text: calls between tags in JSON, or code that ends it."""
+    if CALL_START not in content or content.rstrip().endswith(CODE_STOP):
+        return _with_call(content, outputs)
+    hermes = HermesProtocol(None, max_parallel_calls=ANY_NUMBER)
+    calls = hermes.parse(content, schemas, ended=True)
+    if not calls or (refused := [call for call in calls if isinstance(call, MalformedCall)]):
+        why = "; ".join(map(str, refused)) if calls else "it has none"
+        raise ValueError(f"a tool answers a message without a call that could be run: {why}: {content[-200:]!r}")
+    return TraceTurn(content[: calls[0].start].rstrip(), calls, outputs, content, hermes.name)
+
+
+def _with_call(content: str, outputs: list[str]) -> TraceTurn:
     """Return a turn that ends in code between tags."""
     text = content.rstrip()
     if not text.endswith(CODE_STOP):
         raise ValueError(f"the interpreter answers a message that does not end in {CODE_STOP}: {content[-100:]!r}")
     said, code = split_call(text)
-    return _Turn(said.rstrip(), [Call(CODE_TOOL, {"code": code.strip("\n")}, 0)], outputs, text)
+    return TraceTurn(said.rstrip(), [Call(CODE_TOOL, {"code": code.strip("\n")}, 0)], outputs, text, CodeProtocol.name)
 
 
 def _call(call: Any, schemas: dict, keep_nulls: bool) -> Call:

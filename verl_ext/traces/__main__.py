@@ -1,0 +1,45 @@
+"""Make, check and select traces for SFT.
+
+python -m verl_ext.traces check FILE --config tiny_dapo --out kept.parquet
+python -m verl_ext.traces from-run RUN --out kept.parquet
+"""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {  # name -> (module, what it does); a module is imported when its command is given
+    "check": ("check", "keep the traces of files that SFT may learn from, and say why not the others"),
+    "from-run": ("from_run", "make traces of the records of a finished run, and check them"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    lines = "\n".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"{lines}; COMMAND --help says more")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    known, rest = parser.parse_args(argv[:1]), argv[1:]
+    module = importlib.import_module(f"verl_ext.traces.{COMMANDS[known.command][0]}")
+    own = argparse.ArgumentParser(
+        prog=f"python -m verl_ext.traces {known.command}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_options(own)
+    args = own.parse_args(rest)
+    try:
+        module.run(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"traces: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("traces: interrupted; nothing is written") from None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what this process started, like Ctrl-C
+    main()

@@ -1,0 +1,205 @@
+"""Check traces, whoever made them, and write those that SFT may learn from.
+
+    python -m verl_ext.traces check traces.parquet --config tiny_dapo --out kept.parquet
+    python -m verl_ext.traces check JoeYing/ReTool-SFT --model Qwen2.5-7B-Instruct --without-gold --out kept.parquet
+
+A trace is kept if the run of --config could have written it: it parses and renders to itself, its answer is right, its
+programs say what it has stored, and the model's context holds it. OUT.parquet has the kept traces, OUT.left_out.jsonl
+each other one with its reason, and OUT.html shows both.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.datasets.problems import evaluation_problems
+from verl_ext.datasets.rows import progress_bar
+from verl_ext.evaluation.checkpoint import settings_of
+from verl_ext.evaluation.defaults import choose
+from verl_ext.evaluation.settings import ConfigError, load_config
+from verl_ext.runs.folder import SETTINGS
+from verl_ext.runs.machine import environment
+from verl_ext.sandbox.launch import running_server
+from verl_ext.traces.select import CHOICES, Selection, disagreements, select
+from verl_ext.traces.sources import read_traces
+from verl_ext.traces.trace import LeftOut, Reason, Trace
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_ext.traces.gate import Gate, Rules
+    from verl_ext.traces.output import Spool
+
+Found = Iterator[Trace | tuple[str, LeftOut]]
+GIVE_UP_AFTER = 16  # traces in a row that could not be checked
+
+
+class CannotCheck(RuntimeError):
+    """GIVE_UP_AFTER traces in a row could not be checked, because sandbox, tool or verifier failed."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = "parquet or JSONL file, folder of these, hub data set, or folder of a run with records"
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help=what)
+    parser.add_argument("--split", default="train", help="of a hub data set (default: train)")
+    add_shared_options(parser)
+
+
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all commands share whose traces pass the check."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="OUT.parquet", help="the kept traces, for SFT")
+    add("--config", help="YAML of configs/, or a run's hydra/config.yaml (default: that of the run or of --model)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of the config; repeatable")
+    add("--model", type=Path, metavar="DIR", help="whose tokenizer, chat template and context must hold a trace")
+    add("--max-tokens", type=int, metavar="N", help="of prompt and response (default: lengths of --config, or --model)")
+    add("--evaluation", nargs="*", default=[], metavar="FILE", help="problems to exclude besides AIME 2024 and 2025")
+    add("--min-calls", type=int, default=0, metavar="N", help="calls of tools that a trace must have (default: 0)")
+    add("--without-gold", action="store_true", help="keep traces whose problem has no known answer")
+    add("--computed", action="store_true", help="leave out traces whose programs only print literals")
+    add("--agree", type=int, default=0, metavar="M", help="keep problems whose gold M samples reach; lists the others")
+    add("--per-problem", type=int, metavar="K", help="keep at most K traces of a problem")
+    add("--choose", choices=CHOICES, default=CHOICES[0], help="which K: shortest (default), random, or varied by code")
+    add("--balance", action="store_true", help="keep as many traces of each source")
+    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    add("--sandbox-url", help="separate several by commas (default: $SANDBOX_URL, or a sandbox of this command)")
+    add("--concurrency", type=int, default=64, metavar="N", help="traces at a time (default: 64)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check the traces of files. Raises as `check`."""
+
+    def all_sources() -> Found:
+        for source in args.sources:
+            yield from read_traces(source, split=args.split)
+
+    check(all_sources(), args)
+
+
+def check(traces: Found, args: argparse.Namespace, run: Path | None = None) -> None:
+    """Check traces, write the files next to `args.out`, and print the table.
+
+    Args:
+        run: the run that they are from, whose settings are used unless --config names others.
+    Raises:
+        ValueError: an option, the settings or a row is wrong, or no trace is kept.
+        CannotCheck: see there; nothing is written.
+        SystemExit: some traces could not be checked; the others are written.
+    """
+    from verl_ext.evaluation.take import set_environment
+    from verl_ext.traces.output import spooled
+
+    if args.out.suffix != ".parquet":
+        raise ValueError(f"--out is {args.out}: expected a name that ends in .parquet.")
+    name, config = chosen_config(args, run)
+    set_environment()
+    urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
+    sandbox = config.retool.sandbox
+    sandbox.max_concurrency = max(sandbox.max_concurrency, args.concurrency)
+    with nullcontext(urls) if urls else running_server(workers=os.cpu_count()) as urls, spooled(args.out) as spool:
+        sandbox.urls = urls.split(",")
+        rules, tokenizer = make_rules(args, config)
+        asyncio.run(_check_all(traces, config, rules, tokenizer, spool, args.concurrency))
+        select(spool, Selection(args.per_problem, args.choose, args.agree, args.balance, args.seed))
+        _write(spool, args, name)
+
+
+def chosen_config(args: argparse.Namespace, run: Path | None) -> tuple[str, "DictConfig"]:
+    """Return the name of the settings, and the composed config."""
+    if args.config:
+        return args.config, load_config(args.config, args.set)
+    if run is not None and (run / SETTINGS).is_file():  # an evaluation
+        made = json.loads((run / SETTINGS).read_text())
+        name, overrides = made["config"], made["overrides"]
+    elif run is not None:
+        name, overrides = settings_of(run)
+    elif args.model is not None:
+        name, overrides, _ = choose(args.model, args.set, in_process=False)
+    else:
+        raise ConfigError("Give --config, the RL run whose protocol, environment and verifiers count, or --model.")
+    return name, load_config(name, [*overrides, *args.set])
+
+
+def make_rules(args: argparse.Namespace, config: "DictConfig") -> tuple["Rules", Any]:
+    """Return what a trace must be, and the tokenizer of --model, or None."""
+    from verl_ext.rollout.standalone import load_tokenizer
+    from verl_ext.traces.gate import Rules, context_of
+
+    tokenizer, most = None, args.max_tokens
+    if args.model is not None:
+        tokenizer = load_tokenizer(args.model)
+        lengths = config.data.max_prompt_length + config.data.max_response_length
+        most = most or min(lengths, context_of(args.model) or lengths)
+    elif most:
+        raise ValueError("--max-tokens needs the tokenizer of --model.")
+    evaluation = evaluation_problems(args.evaluation)
+    return Rules(args.min_calls, not args.without_gold, args.computed, most, evaluation), tokenizer
+
+
+async def _check_all(
+    traces: Found, config: "DictConfig", rules: "Rules", tokenizer: Any, spool: "Spool", concurrency: int
+) -> None:
+    from verl_ext.environments.shared_client import shared_client
+    from verl_ext.traces.gate import Gate
+
+    numbered = enumerate(traces)
+    counts = {"kept": 0, "left out": 0}
+    in_a_row: list[str] = []
+    gate = Gate(config, rules, tokenizer)
+    with progress_bar(desc="check", unit=" traces") as progress:
+
+        async def work() -> None:
+            for number, found in numbered:
+                is_left = await _check_one(gate, number, found, spool, in_a_row)
+                counts["left out" if is_left else "kept"] += 1
+                progress.set_postfix(counts, refresh=False)
+                progress.update()
+
+        workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            await shared_client(config.retool.sandbox).aclose()
+
+
+async def _check_one(gate: "Gate", number: int, found: Any, spool: "Spool", in_a_row: list[str]) -> bool:
+    """Check one trace, note it, and return whether it is left out."""
+    if not isinstance(found, Trace):
+        name, why = found
+        spool.leave_out(number, name, "", why)
+        return True
+    checked = await gate.check(found)
+    spool.add(number, checked)
+    if checked.left is None or checked.left.reason != Reason.NOT_CHECKED:
+        in_a_row.clear()
+    else:
+        in_a_row.append(checked.left.detail)
+        if len(in_a_row) >= GIVE_UP_AFTER:
+            raise CannotCheck(f"The last {GIVE_UP_AFTER} traces could not be checked: {in_a_row[-1]}")
+    return checked.left is not None
+
+
+def _write(spool: "Spool", args: argparse.Namespace, config: str) -> None:
+    from verl_ext.traces.output import beside, table, write_kept, write_lines
+
+    counts = spool.counts()
+    options = {name: value for name, value in vars(args).items() if name not in ("run_command", "sandbox_url")}
+    notes = {"options": options, "config": config, "counts": counts, "environment": environment()}
+    write_lines(spool.left_out(), beside(args.out, "left_out.jsonl"))
+    if args.agree:
+        write_lines(disagreements(spool), beside(args.out, "disagree.jsonl"))
+    print(table(counts))
+    if not any(each["kept"] for each in counts.values()):
+        raise ValueError(f"No trace is kept. {beside(args.out, 'left_out.jsonl')} says why.")
+    write_kept(spool.kept(), args.out, notes)
+    print(args.out)
+    if missing := sum(each[Reason.NOT_CHECKED] for each in counts.values()):
+        raise SystemExit(f"traces: {missing} could not be checked; the same command tries them again")

@@ -1,0 +1,59 @@
+"""Read traces: files in any form that protocols/trace.py understands, and folders with a run's records."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_ext.datasets.rows import DataError, read_rows
+from verl_ext.protocols.trace import explicit
+from verl_ext.runs.folder import FOLDER, training_folder
+from verl_ext.traces.from_records import read_run
+from verl_ext.traces.trace import LeftOut, Reason, Trace
+
+_GOLDS = ("ground_truth", "answer")  # columns, besides verl's `reward_model`
+
+
+def read_traces(source: str, *, split: str = "train") -> Iterator[Trace | tuple[str, LeftOut]]:
+    """Yield a trace for each row of a source, or (id, why it is none).
+
+    Args:
+        source: a parquet or JSONL file, a folder of them, a data set of the hub; or the folder of a run with records.
+        split: of the hub's data set.
+    Raises:
+        DataError: it cannot be read, or a row has no column `messages`.
+    """
+    if (Path(source) / FOLDER).is_dir():
+        yield from read_run(training_folder(Path(source), "rl", "evaluation"))
+        return
+    for where, row in read_rows(source, split=split, show=False):
+        if row.get("messages") is None:
+            raise DataError(f"{where}: a trace needs a column messages; the row has {', '.join(row)}.")
+        name = str(row["id"]) if row.get("id") is not None else where.rpartition(", ")[2]
+        try:
+            yield _trace(row, name, str(row.get("source") or source))
+        except ValueError as error:
+            yield name, LeftOut(Reason.NOT_A_TRACE, str(error))
+
+
+def _trace(row: Mapping[str, Any], name: str, source: str) -> Trace:
+    about = _json(row.get("about")) or {}
+    reward = _json(row.get("reward_model"))
+    gold = reward.get("ground_truth") if isinstance(reward, Mapping) else None
+    gold = gold if gold is not None else next((row[each] for each in _GOLDS if row.get(each) is not None), None)
+    gold = about.pop("ground_truth", gold)  # of a kept file, if it is no text
+    task = {
+        "data_source": row.get("data_source") or "",
+        "ability": row.get("ability") or "",
+        "reward_model": {"ground_truth": gold},
+        "extra_info": _json(row.get("extra_info")),
+    }
+    if kwargs := _json(row.get("tools_kwargs")):
+        task["tools_kwargs"] = kwargs
+    tools = _json(row.get("tools")) or None
+    return Trace(name, source, explicit(row["messages"], tools), tools, task, about)
+
+
+def _json(value: Any) -> Any:
+    """Return a value, also if it is JSON text."""
+    return json.loads(value) if isinstance(value, str) and value else value
