@@ -101,19 +101,20 @@ def test_a_resumed_run_continues_each_domains_order_and_quota(load, mode):
     assert [*draws.events[-1].prompts.values()] == [*redrawn.events[-1].prompts.values()]
 
 
-def test_a_run_whose_table_was_removed_begins_its_data_anew(load, caplog):
-    from verl_ext.trainer.run_domains import drop_state_of_domains
+def test_a_run_whose_table_was_removed_begins_its_data_anew(load, monkeypatch, caplog):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     trainer, _ = load(*TABLE)
     plain, draws = load()
-    of_verl = plain.train_dataloader.state_dict()
-    for state, told in ((trainer.train_dataloader.state_dict(), True), (of_verl, False)):
+    of_domains, of_verl = trainer.train_dataloader.state_dict(), plain.train_dataloader.state_dict()
+    cases = ((plain, of_domains, True), (plain, of_verl, False), (trainer, of_domains, False))
+    for resumed, state, told in cases:
         caplog.clear()
-        plain.train_dataloader.load_state_dict(state)
-        drop_state_of_domains(plain.train_dataloader)
+        load_checkpoint = lambda self, state=state: self.train_dataloader.load_state_dict(state)  # noqa: E731
+        monkeypatch.setattr(PPOTrainer, "_setup", load_checkpoint)  # the rest of it starts a cluster
+        resumed._setup()
         assert ("is of a run with domains or a curriculum, which this run has not" in caplog.text) is told
-        plain._add_batch_to_generate()
-    drop_state_of_domains(trainer.train_dataloader)
+        resumed._add_batch_to_generate()
     assert len(draws.events) == 2
 
 
