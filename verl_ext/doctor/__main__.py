@@ -3,14 +3,16 @@
 import argparse
 import gc
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.doctor import checks, config, memory
@@ -45,6 +47,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     folder = args.config_dir.resolve()
     try:
         composed = compose_run(args.config_name, args.overrides, folder=folder)
+        _use_sandboxes_of_launcher(composed, args.overrides)
         required = required_keys(args.config_name, folder)
     except (HydraException, OmegaConfBaseException, OSError, KeyError) as error:
         yield replace(config.explain(error, args.config_name, folder), topic="config")
@@ -54,6 +57,14 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.examine(exam)
     if args.simulate:
         yield from checks.look(exam, "memory", lambda: memory.check_simulation(run))
+
+
+def _use_sandboxes_of_launcher(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Put the servers that SANDBOX_URL names in place of the YAML's, as the launchers do."""
+    urls = os.environ.get("SANDBOX_URL")
+    is_given = any("retool.sandbox.urls" in each for each in overrides)
+    if urls and not is_given and OmegaConf.select(composed, "retool.sandbox.urls") is not None:  # SFT has none
+        composed.retool.sandbox.urls = urls.split(",")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -95,6 +95,16 @@ def test_without_a_tokenizer_the_rest_is_said_to_be_unchecked(options, inputs, a
     assert "lengths of texts are checked" in printed
 
 
+def test_the_sandboxes_of_the_launchers_variable_are_looked_at(inputs, alone, monkeypatch, capsys):
+    monkeypatch.setenv("SANDBOX_URL", "http://127.0.0.1:9,http://127.0.0.1:10")
+    for override, ports in ((), (":9", ":10")), (("retool.sandbox.urls=['http://127.0.0.1:11']",), (":11",)):
+        assert main(["--quick", "--config-name", "tiny_dapo", *inputs, *override]) == 1
+        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL  sandbox")]
+        assert len(told) == len(ports) and all(port in line for port, line in zip(ports, told, strict=True)), told
+    main(["--quick", "--config-name", "tiny_sft"])
+    assert "sandbox" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
