@@ -1,6 +1,8 @@
-"""Make, check and select traces for SFT.
+"""Make, check and select traces for SFT: the cold start.
 
+python -m verl_ext.traces sample --model TEACHER --config tiny_dapo --data problems.parquet --n 4 --out samples
 python -m verl_ext.traces check FILE --config tiny_dapo --out kept.parquet
+python -m verl_ext.traces convert reasoning.jsonl --chat URL --config tiny_dapo --out kept.parquet
 python -m verl_ext.traces from-run RUN --out kept.parquet
 """
 
@@ -11,6 +13,8 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {  # name -> (module, what it does); a module is imported when its command is given
+    "sample": ("sample", "let a teacher solve problems with the tools and limits of a run"),
+    "convert": ("convert", "let a teacher put programs into text reasoning, run them, and check the traces"),
     "check": ("check", "keep the traces of files that SFT may learn from, and say why not the others"),
     "from-run": ("from_run", "make traces of the records of a finished run, and check them"),
 }
@@ -31,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_options(own)
-    args = own.parse_args(rest)
+    args = own.parse_intermixed_args(rest)
+    if hasattr(args, "check_options"):
+        args.check_options(own, args)
     try:
         module.run(args)
     except (ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"traces: {error}") from None
     except KeyboardInterrupt:
-        raise SystemExit("traces: interrupted; nothing is written") from None
+        raise SystemExit("traces: interrupted; the same command continues with what a teacher has said") from None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from verl_ext.runs.machine import environment
 from verl_ext.sandbox.launch import running_server
 from verl_ext.traces.select import CHOICES, Selection, disagreements, select
 from verl_ext.traces.sources import read_traces
-from verl_ext.traces.trace import LeftOut, Reason, Trace
+from verl_ext.traces.trace import Reason, Trace, Unread
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from verl_ext.traces.gate import Gate, Rules
     from verl_ext.traces.output import Spool
 
-Found = Iterator[Trace | tuple[str, LeftOut]]
+Found = Iterator[Trace | Unread]
+Finish = Callable[["Gate", Trace], Awaitable[Trace]]
 GIVE_UP_AFTER = 16  # traces in a row that could not be checked
 
 
@@ -81,11 +82,12 @@ def run(args: argparse.Namespace) -> None:
     check(all_sources(), args)
 
 
-def check(traces: Found, args: argparse.Namespace, run: Path | None = None) -> None:
+def check(traces: Found, args: argparse.Namespace, run: Path | None = None, *, finish: Finish | None = None) -> None:
     """Check traces, write the files next to `args.out`, and print the table.
 
     Args:
         run: the run that they are from, whose settings are used unless --config names others.
+        finish: makes a trace of one that lacks something yet, in the gate's environment; raises LeftOut or NotRun.
     Raises:
         ValueError: an option, the settings or a row is wrong, or no trace is kept.
         CannotCheck: see there; nothing is written.
@@ -104,7 +106,7 @@ def check(traces: Found, args: argparse.Namespace, run: Path | None = None) -> N
     with nullcontext(urls) if urls else running_server(workers=os.cpu_count()) as urls, spooled(args.out) as spool:
         sandbox.urls = urls.split(",")
         rules, tokenizer = make_rules(args, config)
-        asyncio.run(_check_all(traces, config, rules, tokenizer, spool, args.concurrency))
+        asyncio.run(_check_all(traces, config, rules, tokenizer, spool, args.concurrency, finish))
         select(spool, Selection(args.per_problem, args.choose, args.agree, args.balance, args.seed))
         _write(spool, args, name)
 
@@ -142,7 +144,13 @@ def make_rules(args: argparse.Namespace, config: "DictConfig") -> tuple["Rules",
 
 
 async def _check_all(
-    traces: Found, config: "DictConfig", rules: "Rules", tokenizer: Any, spool: "Spool", concurrency: int
+    traces: Found,
+    config: "DictConfig",
+    rules: "Rules",
+    tokenizer: Any,
+    spool: "Spool",
+    concurrency: int,
+    finish: Finish | None,
 ) -> None:
     from verl_ext.environments.shared_client import shared_client
     from verl_ext.traces.gate import Gate
@@ -155,7 +163,7 @@ async def _check_all(
 
         async def work() -> None:
             for number, found in numbered:
-                is_left = await _check_one(gate, number, found, spool, in_a_row)
+                is_left = await _check_one(gate, number, found, spool, in_a_row, finish)
                 counts["left out" if is_left else "kept"] += 1
                 progress.set_postfix(counts, refresh=False)
                 progress.update()
@@ -170,13 +178,14 @@ async def _check_all(
             await shared_client(config.retool.sandbox).aclose()
 
 
-async def _check_one(gate: "Gate", number: int, found: Any, spool: "Spool", in_a_row: list[str]) -> bool:
+async def _check_one(
+    gate: "Gate", number: int, found: Any, spool: "Spool", in_a_row: list[str], finish: Finish | None
+) -> bool:
     """Check one trace, note it, and return whether it is left out."""
     if not isinstance(found, Trace):
-        name, why = found
-        spool.leave_out(number, name, "", why)
+        spool.leave_out(number, *found)
         return True
-    checked = await gate.check(found)
+    checked = await gate.check(found, finish)
     spool.add(number, checked)
     if checked.left is None or checked.left.reason != Reason.NOT_CHECKED:
         in_a_row.clear()

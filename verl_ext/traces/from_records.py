@@ -12,15 +12,15 @@ from verl_ext.protocols.trace import PROMPT_ROLES
 from verl_ext.records import store
 from verl_ext.runs.folder import files_of
 from verl_ext.runs.parquet import Unreadable
-from verl_ext.traces.trace import LeftOut, Reason, Trace
+from verl_ext.traces.trace import LeftOut, Reason, Trace, Unread
 
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = {RolloutEnd.SANDBOX_FAILURE, RolloutEnd.ABORTED, RolloutEnd.RAISED}  # nobody's answer
 
 
-def read_run(run: Path, steps: range | None = None) -> Iterator[Trace | tuple[str, LeftOut]]:
-    """Yield a trace for each response of a run's records, or (id, why it is none). Those that infrastructure ended are
+def read_run(run: Path, steps: range | None = None) -> Iterator[Trace | Unread]:
+    """Yield a trace for each response of a run's records, or why it is none. Those that infrastructure ended are
     neither.
 
     Args:
@@ -38,13 +38,13 @@ def read_run(run: Path, steps: range | None = None) -> Iterator[Trace | tuple[st
             logger.warning("%s The other files are read.", error)
 
 
-def read_row(row: Mapping[str, Any], source: str) -> Trace | tuple[str, LeftOut]:
-    """Return a row of the records as a trace, or (id, why it is none)."""
+def read_row(row: Mapping[str, Any], source: str) -> Trace | Unread:
+    """Return a row of the records as a trace, or why it is none."""
     name = f"{row['uid']}_{row['session']} of step {row['step']}"
     try:
         return trace_of(row, name, source)
     except LeftOut as why:
-        return name, why
+        return Unread(name, source, why)
 
 
 def trace_of(row: Mapping[str, Any], name: str, source: str) -> Trace:

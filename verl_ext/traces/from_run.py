@@ -12,7 +12,7 @@ from pathlib import Path
 from verl_ext.runs.folder import files_of, training_folder
 from verl_ext.traces import check
 from verl_ext.traces.from_records import read_run
-from verl_ext.traces.trace import LeftOut, Trace
+from verl_ext.traces.trace import Trace, Unread
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         has = f"It has steps {there[0]} to {there[-1]}." if there else "It has none."
         raise ValueError(f"{folder} has no records of step {args.step}. {has}")
 
-    def wanted() -> Iterator[Trace | tuple[str, LeftOut]]:
+    def wanted() -> Iterator[Trace | Unread]:
         for found in read_run(folder, steps):
             if isinstance(found, Trace) and not _is_wanted(found, args):
                 continue

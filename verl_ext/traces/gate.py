@@ -6,7 +6,7 @@ an evaluation. Then its programs run once more.
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,14 @@ from verl_ext.datasets.rows import DataError
 from verl_ext.datasets.sft import tokens_of
 from verl_ext.datasets.text import EvaluationProblems
 from verl_ext.environments.toolbox import load_tools
-from verl_ext.episode import Score
-from verl_ext.protocols.base import CODE_TOOL, SegmentEncoder, with_fixed_day
+from verl_ext.episode import CallResult, Score
+from verl_ext.protocols.base import CODE_TOOL, Call, SegmentEncoder, with_fixed_day
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, TraceTurn, conversation_of, rendered_trace, split_trace
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, verify_response
 from verl_ext.rollout.ways import Way, Ways
 from verl_ext.settings import REPO, FailedSamples
-from verl_ext.traces.rerun import NotRun, check_outputs
+from verl_ext.traces.rerun import NotRun, check_outputs, run_calls
 from verl_ext.traces.trace import LeftOut, Reason, Trace
 
 _LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.JoinedStr, ast.FormattedValue)
@@ -93,20 +93,34 @@ class Gate:
         self._verifiers = Verifiers.of_run(config)
         self._retries = FailedSamples.from_config(config).retries
 
-    async def check(self, trace: Trace) -> Checked:
+    async def check(self, trace: Trace, finish: Any = None) -> Checked:
         """Return the trace with the first reason to leave it out, if there is one.
+
+        Args:
+            finish: as in `check.check`.
 
         Raises:
             DataError: its row is wrong: environment or verifier refuse it.
         """
         checked = Checked(trace)
         try:
+            if finish is not None:
+                checked.trace = await finish(self, trace)
             await self._check(checked)
         except LeftOut as why:
             checked.left = why
         except NotRun as error:
             checked.left = LeftOut(Reason.NOT_CHECKED, str(error))
         return checked
+
+    async def results(self, trace: Trace, calls: Sequence[Call]) -> list[CallResult]:
+        """Return what the environment says to calls, one after the other, that the trace does not have yet.
+
+        Raises:
+            NotRun: sandbox or tool failed.
+        """
+        turns = [TraceTurn("", [call]) for call in calls]
+        return await run_calls(self._ways.of(trace.task), _task_of(trace), turns, self._retries)
 
     async def _check(self, checked: Checked) -> None:
         trace, rules = checked.trace, self._rules
@@ -125,9 +139,8 @@ class Gate:
             raise LeftOut(Reason.OVERLAP, f"{overlap[1]:.0%} of {overlap[0]}")
         if rules.computed and checked.codes and all(map(is_literal, checked.codes)):
             raise LeftOut(Reason.LITERAL_ONLY, "no program computes anything")
-        task = {"uid": trace.id, "session_id": 0, "raw_prompt": trace.prompt, **trace.task}
         try:
-            await check_outputs(way, task, turns, self._retries)
+            await check_outputs(way, _task_of(trace), turns, self._retries)
         except ValueError as error:
             raise DataError(f"{trace.source}, {trace.id}: its environment refuses it: {error}") from error
 
@@ -181,6 +194,11 @@ def is_literal(code: str) -> bool:
         if not (is_print or is_negative or isinstance(node, _PLAIN + _LITERALS)):
             return False
     return True
+
+
+def _task_of(trace: Trace) -> dict[str, Any]:
+    """Return the row that an environment opens with."""
+    return {"uid": trace.id, "session_id": 0, "raw_prompt": trace.prompt, **trace.task}
 
 
 def _code_of(tool: str, arguments: Mapping[str, Any]) -> str:

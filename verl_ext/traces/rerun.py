@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from verl_ext.environments.base import selected
+from verl_ext.episode import CallResult
 from verl_ext.protocols.base import CODE_TOOL, Call, format_output, strip_fence
 from verl_ext.protocols.trace import TraceTurn
 from verl_ext.rollout.lives import Life
@@ -40,10 +41,10 @@ async def check_outputs(way: Way, task: Mapping[str, Any], turns: Sequence[Trace
     if not any(turn.calls for turn in turns):
         return
     stored = [output for turn in turns for output in turn.outputs]
-    first = await _run(way, task, turns, retries)
+    first = [result.output for result in await run_calls(way, task, turns, retries)]
     if (number := _first_difference(stored, first)) is None:
         return
-    second = await _run(way, task, turns, retries)
+    second = [result.output for result in await run_calls(way, task, turns, retries)]
     if (other := _first_difference(first, second)) is not None:
         why = f"call {other + 1} said {_short(first[other])} and then {_short(second[other])}"
         raise LeftOut(Reason.NOT_DETERMINISTIC, why)
@@ -69,8 +70,11 @@ def is_shown(stored: str, said: str) -> bool:
     return at == len(said)
 
 
-async def _run(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> list[str]:
-    """Return what the tools say to all calls, in order, in a new environment."""
+async def run_calls(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> list[CallResult]:
+    """Return what the tools say to all calls, in order, in a new environment.
+
+    Args, Raises: as `check_outputs`.
+    """
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return await _run_once(way, task, turns, retries)
@@ -81,8 +85,8 @@ async def _run(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], re
     raise AssertionError  # the last attempt returns or raises
 
 
-async def _run_once(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> list[str]:
-    said: list[str] = []
+async def _run_once(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> list[CallResult]:
+    said: list[CallResult] = []
     async with Life(way).opened(task) as life:
         if life.failure:
             raise NotRun(life.failure)
@@ -94,7 +98,7 @@ async def _run_once(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn
             for result, _ in await life.run([_as_run(call) for call in turn.calls], retries):
                 if result.failure:
                     raise NotRun(result.failure)
-                said.append(result.output)
+                said.append(result)
     return said
 
 

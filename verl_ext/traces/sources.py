@@ -9,13 +9,13 @@ from verl_ext.datasets.rows import DataError, read_rows
 from verl_ext.protocols.trace import explicit
 from verl_ext.runs.folder import FOLDER, training_folder
 from verl_ext.traces.from_records import read_run
-from verl_ext.traces.trace import LeftOut, Reason, Trace
+from verl_ext.traces.trace import LeftOut, Reason, Trace, Unread
 
 _GOLDS = ("ground_truth", "answer")  # columns, besides verl's `reward_model`
 
 
-def read_traces(source: str, *, split: str = "train") -> Iterator[Trace | tuple[str, LeftOut]]:
-    """Yield a trace for each row of a source, or (id, why it is none).
+def read_traces(source: str, *, split: str = "train") -> Iterator[Trace | Unread]:
+    """Yield a trace for each row of a source, or why it is none.
 
     Args:
         source: a parquet or JSONL file, a folder of them, a data set of the hub; or the folder of a run with records.
@@ -33,7 +33,7 @@ def read_traces(source: str, *, split: str = "train") -> Iterator[Trace | tuple[
         try:
             yield _trace(row, name, str(row.get("source") or source))
         except ValueError as error:
-            yield name, LeftOut(Reason.NOT_A_TRACE, str(error))
+            yield Unread(name, source, LeftOut(Reason.NOT_A_TRACE, str(error)))
 
 
 def _trace(row: Mapping[str, Any], name: str, source: str) -> Trace:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.datasets.text import bare_problem, same_problem_key
 from verl_ext.episode import Score
@@ -14,6 +14,8 @@ from verl_ext.records.problem import canonical
 class Reason(StrEnum):
     """Why a trace is left out, in the order of the table. `NOT_CHECKED` is the infrastructure's failure."""
 
+    REFUSED = "refused"  # the teacher would not
+    CUT_OFF = "cut_off"  # the teacher was at the end of its tokens
     NOT_A_TRACE = "not_a_trace"  # the agent loop would not write it: it is no conversation, or has a call it refuses
     NO_CALL = "no_call"  # fewer calls than wanted
     NO_ANSWER = "no_answer"
@@ -24,7 +26,10 @@ class Reason(StrEnum):
     LITERAL_ONLY = "literal_only"  # its programs compute nothing
     OUTPUT_DIFFERS = "output_differs"
     NOT_DETERMINISTIC = "not_deterministic"  # a program says something else each time
+    PROGRAM_FAILED = "program_failed"  # a teacher's program raised, or took too long
+    FORGED_OUTPUT = "forged_output"  # a teacher wrote another output than its program has
     CONTRADICTS_OUTPUT = "contradicts_output"  # its text states another number than the program printed
+    NUMBER_CHANGED = "number_changed"  # a teacher changed a number that was to stay
     TEXT_CHANGED = "text_changed"  # a teacher changed text that was to stay
     DUPLICATE = "duplicate"
     NEAR_DUPLICATE = "near_duplicate"
@@ -43,6 +48,14 @@ class LeftOut(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+class Unread(NamedTuple):
+    """What was to be a trace and is none, and why."""
+
+    id: str
+    source: str
+    why: LeftOut
 
 
 @dataclass

@@ -128,11 +128,11 @@ def test_a_response_without_an_answer_is_no_trace(roll_out, tokenizer, encode, t
     answer = [*encode("\\boxed{2}"), tokenizer.eos_token_id]
     cut, *_ = roll_out(tokenizer, [answer], response_length=2, recorder=RECORDER)
     write(tmp_path / "cut", cut)
-    ((name, why),) = read_run(tmp_path / "cut")
+    ((name, _, why),) = read_run(tmp_path / "cut")
     assert name == "prompt-0_0 of step 3" and "max_tokens" in why.detail and why.reason == Reason.NOT_A_TRACE
     unrecorded, *_ = roll_out(tokenizer, [answer])
     write(tmp_path / "other", unrecorded)
-    ((_, why),) = read_run(tmp_path / "other")
+    ((_, _, why),) = read_run(tmp_path / "other")
     assert "what its prompt was made of" in why.detail
 
 

@@ -1,0 +1,286 @@
+"""Turn text reasoning into traces, as ReTool's cold start was made: a teacher puts programs in place of calculations.
+
+    python -m verl_ext.traces convert mine.jsonl --chat https://api.example.org/v1 --served-model NAME \\
+        --api-key-env KEY --config qwen3-4b_dapo --out traces.parquet
+
+A row has a problem, its answer and its reasoning; other names than problem, answer and reasoning: --columns. The
+sandbox runs each program, and its output stands in the trace; nothing of it comes from the teacher. A rewriting that
+changes the text, or whose later text contradicts an output, is left out with that reason. All others pass the check.
+
+The teacher's answers are kept in OUT.asked.jsonl, each when it arrives: the same command continues after a kill.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.datasets.rows import DataError, field, progress_bar, read_rows
+from verl_ext.datasets.text import PROMPTS
+from verl_ext.evaluation.options import STYLES
+from verl_ext.protocols.base import CODE_TOOL, Call
+from verl_ext.runs import jsonl
+from verl_ext.traces import check, template
+from verl_ext.traces.output import beside
+from verl_ext.traces.rewriting import check_outputs_agree, check_text, split
+from verl_ext.traces.trace import LeftOut, Reason, Trace, Unread
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_ext.rollout.talk import Answer
+    from verl_ext.traces.gate import Gate
+
+COLUMNS = ("problem", "answer", "reasoning")
+GIVE_UP_AFTER = 16  # requests in a row that failed
+_FORM = "lines that convert wrote; delete the file to ask anew"
+
+
+class TeacherDown(RuntimeError):
+    """GIVE_UP_AFTER requests in a row failed."""
+
+
+@dataclass
+class Draft(Trace):
+    """A trace whose programs have not run yet: its one message is all that the teacher wrote.
+
+    Attributes:
+        reasoning: the text that the teacher was given.
+    """
+
+    reasoning: str = ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="FILE", help="parquet or JSONL file, or hub data set")
+    teacher = parser.add_mutually_exclusive_group(required=True)
+    teacher.add_argument("--chat", metavar="URL", help="chat endpoint, such as https://api.example.org/v1")
+    teacher.add_argument("--teacher", type=Path, metavar="DIR", help="Hugging Face folder of a chat model")
+    add = parser.add_argument_group("the teacher").add_argument
+    add("--served-model", default="", metavar="NAME", help="default: the first model that the endpoint serves")
+    add("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="default: 600 s")
+    add("--requests", type=int, default=16, metavar="N", help="requests at a time (default: 16)")
+    add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7")
+    add("--reply-tokens", type=int, default=4096, metavar="N", help="of a rewriting (default: 4096)")
+    add("--n", type=int, default=1, metavar="N", help="rewritings of each row (default: 1)")
+    add = parser.add_argument_group("the rows").add_argument
+    add("--columns", nargs=3, default=COLUMNS, metavar="NAME", help="of problem, answer and reasoning")
+    add("--name", default="", help="data_source of the traces, which chooses their verifier (default: the file's name)")
+    add("--split", default="train", help="of a hub data set (default: train)")
+    what = "leave out a rewriting that changes more of the words that were to stay (default: 0.15)"
+    add("--max-change", type=float, default=0.15, metavar="SHARE", help=what)
+    check.add_shared_options(parser)
+    parser.set_defaults(computed=True, min_calls=1)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Ask the teacher for what is missing, and check all that it has written. Raises as `check.check`.
+
+    Raises:
+        TeacherDown: see there; what was answered is kept.
+    """
+    from verl_ext.evaluation.take import set_environment
+
+    _, config = check.chosen_config(args, None)
+    set_environment()
+    asked = beside(args.out, "asked.jsonl")
+    _prepare_journal(asked, args)
+    asyncio.run(_ask_all(args, config, asked))
+
+    async def finish(gate: "Gate", draft: Draft) -> Trace:
+        return await finished(gate, draft, args.max_change)
+
+    check.check(_drafts(args, config, asked), args, finish=finish)
+    used = [row for row in jsonl.read(asked, expected=_FORM) if "text" in row]
+    tokens = (sum(row["usage"][name] for row in used) for name in ("prompt_tokens", "completion_tokens"))
+    print("teacher: {:,} answers, {:,} tokens of prompts, {:,} of answers".format(len(used), *tokens))
+
+
+# Asking --------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_journal(asked: Path, args: argparse.Namespace) -> None:
+    """Begin the file of answers, or see that the one that is there was made with the same settings."""
+    teacher = args.chat or str(args.teacher)
+    settings = {"teacher": teacher, "model": args.served_model, "template": template.digest()}
+    settings |= {"temperature": args.temperature, "reply_tokens": args.reply_tokens, "columns": list(args.columns)}
+    asked.parent.mkdir(parents=True, exist_ok=True)
+    jsonl.cut_half_line(asked)
+    there = next(iter(jsonl.read(asked, expected=_FORM)), None) if asked.exists() else None
+    if there is None:
+        asked.write_text(jsonl.dumps({"settings": settings}) + "\n", encoding="utf-8")
+    elif there.get("settings") != settings:
+        raise ValueError(
+            f"{asked} holds answers to other settings: {there.get('settings')}; now they are {settings}. Use the same, "
+            "another --out, or delete the file."
+        )
+
+
+def _rows(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield name, and problem, answer and reasoning of each row.
+
+    Raises:
+        DataError: a row lacks one of them.
+    """
+    for where, row in read_rows(args.source, split=args.split):
+        texts = [str(field(row, column, where, (str, int, float))).strip() for column in args.columns]
+        if empty := [column for column, text in zip(args.columns, texts, strict=True) if not text]:
+            raise DataError(f"{where}, column {empty[0]}: it is empty.")
+        name = str(row["id"]) if row.get("id") is not None else where.rpartition(", ")[2]
+        yield name, dict(zip(COLUMNS, texts, strict=True))
+
+
+async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) -> None:
+    there = {(row["id"], row["number"]) for row in jsonl.read(asked, expected=_FORM) if "text" in row}
+    todo = ((name, row, number) for name, row in _rows(args) for number in range(args.n) if (name, number) not in there)
+    if (first := next(todo, None)) is None:
+        return
+    failed: list[str] = []
+    waiting = _chained(first, todo)
+    async with _teacher(args, config) as answer:
+        with open(asked, "ab", buffering=0) as file, progress_bar(desc="ask", unit=" rows") as progress:
+
+            async def work() -> None:
+                for name, row, number in waiting:
+                    await _ask(answer, name, row, number, file, failed)
+                    progress.update()
+
+            workers = [asyncio.ensure_future(work()) for _ in range(args.requests)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from others
+
+
+async def _ask(answer: Any, name: str, row: dict[str, str], number: int, file: Any, failed: list[str]) -> None:
+    from verl_ext.rollout.servers import ServerFailure
+
+    try:
+        said = await answer(template.messages(row["problem"], row["reasoning"]))
+    except ServerFailure as error:  # the next start asks again
+        failed.append(str(error))
+        if len(failed) >= GIVE_UP_AFTER:
+            raise TeacherDown(f"The last {GIVE_UP_AFTER} requests failed: {error}") from error
+        return
+    failed.clear()
+    line = {"id": name, "number": number, "text": said.text, "was_cut": said.was_cut, "usage": vars(said.usage)}
+    file.write(f"{jsonl.dumps(line)}\n".encode())  # at once and whole, so that a kill loses no answer
+
+
+@asynccontextmanager
+async def _teacher(args: argparse.Namespace, config: "DictConfig") -> AsyncIterator[Any]:
+    """Give a function: messages -> `Answer`.
+
+    Raises:
+        ValueError: the endpoint refuses us.
+    """
+    from verl_ext.rollout.chat import ChatServer
+    from verl_ext.rollout.servers import ServerRefused
+
+    params = {"max_tokens": args.reply_tokens, "temperature": args.temperature}
+    try:
+        if args.chat:
+            key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
+            server = ChatServer(
+                args.chat, model=args.served_model, api_key=key, style=STYLES[-1], timeout_s=args.request_timeout
+            )
+            async with contextlib.aclosing(server):
+                await server.connect()
+                yield lambda messages: server.answer(messages, params)
+        else:
+            async with _of_folder(args.teacher, config, params) as answer:
+                yield answer
+    except ServerRefused as error:
+        raise ValueError(str(error)) from error
+
+
+@asynccontextmanager
+async def _of_folder(folder: Path, config: "DictConfig", params: dict[str, Any]) -> AsyncIterator[Any]:
+    from verl_ext.episode import Usage
+    from verl_ext.protocols.base import render
+    from verl_ext.rollout.servers import VllmServer
+    from verl_ext.rollout.standalone import load_tokenizer
+    from verl_ext.rollout.talk import Answer
+
+    tokenizer = load_tokenizer(folder)
+    server = VllmServer(folder, config.actor_rollout_ref.rollout)
+    server.start()
+
+    async def answer(messages: Sequence[dict[str, str]]) -> "Answer":
+        ids = tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
+        output = await server.generate("", prompt_ids=ids, sampling_params=dict(params))
+        is_over = output.token_ids[-1:] == [tokenizer.eos_token_id]
+        text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return Answer(text, was_cut=not is_over, usage=Usage(1, len(ids), len(output.token_ids)))
+
+    async with contextlib.aclosing(server):
+        yield answer
+
+
+# Making traces of the answers ----------------------------------------------------------------------------------------
+
+
+def _drafts(args: argparse.Namespace, config: "DictConfig", asked: Path) -> check.Found:
+    """Yield a draft for each answer, in the order of the rows, or why there is none."""
+    answers = {(row["id"], row["number"]): row for row in jsonl.read(asked, expected=_FORM) if "text" in row}
+    source = args.name or Path(args.source).stem
+    about = {"teacher": args.served_model or args.chat or str(args.teacher), "template": template.digest()}
+    for index, (name, row) in enumerate(_rows(args)):
+        for number in range(args.n):
+            key = f"{name}/{number}" if args.n > 1 else name
+            said = answers.get((name, number))
+            if said is None:
+                yield Unread(key, args.source, LeftOut(Reason.NOT_CHECKED, "the teacher did not answer"))
+                continue
+            if said["usage"]["refusals"]:
+                yield Unread(key, args.source, LeftOut(Reason.REFUSED, said["text"][:200] or "an empty answer"))
+                continue
+            if said["was_cut"]:
+                yield Unread(key, args.source, LeftOut(Reason.CUT_OFF, f"after {len(said['text'])} characters"))
+                continue
+            asks = PROMPTS[config.retool.protocol].format(problem=row["problem"])
+            prompt = [{"role": "user", "content": asks}]
+            task = {"data_source": source, "ability": "math", "reward_model": {"ground_truth": row["answer"]}}
+            task["extra_info"] = {"index": index, "id": name}
+            messages = [*prompt, {"role": "assistant", "content": said["text"]}]
+            yield Draft(key, args.source, messages, None, task, about, None, row["reasoning"])
+
+
+async def finished(gate: "Gate", draft: Draft, max_change: float) -> Trace:
+    """Run the programs of a draft, and return the trace with their outputs.
+
+    Raises:
+        LeftOut: the rewriting is not what was asked for, a program fails, or the text contradicts an output.
+        NotRun: the sandbox failed.
+    """
+    rewriting = split(draft.messages[-1]["content"])
+    check_text(draft.reasoning, rewriting, max_change=max_change)
+    calls = [Call(CODE_TOOL, {"code": program}, 0) for program in rewriting.programs]
+    results = await gate.results(draft, calls)
+    for number, result in enumerate(results, 1):
+        if result.error:
+            raise LeftOut(Reason.PROGRAM_FAILED, f"program {number}: {result.error}: {result.output[-200:]!r}")
+    outputs = [result.output for result in results]
+    check_outputs_agree(draft.problem, rewriting, outputs)
+    messages = list(draft.prompt)
+    for text, call, output in zip(rewriting.texts, calls, outputs, strict=False):
+        function = {"name": call.tool, "arguments": call.arguments}
+        messages.append(
+            {"role": "assistant", "content": text, "tool_calls": [{"type": "function", "function": function}]}
+        )
+        messages.append({"role": "tool", "content": output})
+    messages.append({"role": "assistant", "content": rewriting.texts[-1]})
+    return Trace(draft.id, draft.source, messages, draft.tools, draft.task, draft.about)
