@@ -18,7 +18,7 @@ from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key
 from verl_ext.datasets.traces import Trace, make_message, write_traces
 from verl_ext.runs import durable
 
-PROTOCOL, NO_TOOL = "code_short", "no_tool_short"  # keys of PROMPTS
+PROTOCOL, NO_TOOL = "code_short", "text_short"  # keys of PROMPTS
 SHORTCUTS_FILE = "shortcuts.txt"  # next to eval.parquet: what rules score on it
 _FLOAT_ERROR = Fraction(1, 10**9)  # .1 + .2 prints 0.30000000000000004
 _ROUNDED = Fraction(1, 100)  # MAWPS rounds answers to two digits; GSM8K's are exact

@@ -230,6 +230,23 @@ def test_all_four_parts_of_dapo_are_on_but_in_the_published_run_and_kl_is_off(ru
 
 
 @pytest.mark.parametrize("run", RL_RUNS)
+def test_text_rl_differs_only_in_the_tool(run: str):
+    with_tool, without = composed_once(run), composed(run, ["+tool=none"])
+    assert (without.retool.protocol, without.retool.environment) == ("text", [])
+    for key in ("retool.protocol", "retool.environment"):
+        OmegaConf.update(without, key, OmegaConf.select(with_tool, key))
+    assert without == with_tool
+
+
+@pytest.mark.parametrize("run", SFT_RUNS)
+def test_sft_of_text_rl_differs_only_in_the_protocol(run: str):
+    without = composed(run, ["+tool=none_sft"])
+    assert without.data.retool.protocol == "text"
+    without.data.retool.protocol = composed_once(run).data.retool.protocol
+    assert without == composed_once(run)
+
+
+@pytest.mark.parametrize("run", RL_RUNS)
 def test_sampler_filters_by_the_metric_of_the_algorithm_section(run: str):
     config = copy.deepcopy(composed_once(run))
     config.algorithm.filter_groups.metric = "another"

@@ -117,7 +117,8 @@ PATTERNS = dict(patterns())
 def test_the_patterns_are_found():
     assert (
         len(PATTERNS) > 30
-        and {"datasets.text._WRAPPED[0][0]", "protocols.base._FENCE", "prepare_gsm8k._PERCENT"} < PATTERNS.keys()
+        and {"protocols.instructions._WRAPPED[0][0]", "protocols.base._FENCE", "prepare_gsm8k._PERCENT"}
+        < PATTERNS.keys()
     )
 
 

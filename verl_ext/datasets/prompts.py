@@ -78,4 +78,6 @@ class PromptLengths:
             chosen = {name: each for name, each in tools.items() if names is None or name in names}
             protocol = make_protocol(loop or protocol, self._tokenizer, self._kwargs, max_parallel_calls=1)
             shown = protocol.schemas(chosen)
+            count = prompt_length(self._tokenizer, shown, self._kwargs, self._limit)
+            return lambda messages: count(protocol.prompt(messages))
         return prompt_length(self._tokenizer, shown, self._kwargs, self._limit)

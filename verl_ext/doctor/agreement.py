@@ -38,7 +38,9 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
     """
     stem = run.name.partition("_dapo")[0].removesuffix("_sft")
     other = f"{stem}_sft" if run.is_rl else f"{stem}_dapo"  # YAML of the same model's other stage
-    partner = Run(other, compose_run(other), folder=run.folder) if (CONFIGS / f"{other}.yaml").is_file() else None
+    without = ["+tool=none_sft" if run.is_rl else "+tool=none"] if run.protocol == "text" else []
+    is_there = (CONFIGS / f"{other}.yaml").is_file()
+    partner = Run(other, compose_run(other, without), folder=run.folder) if is_there else None
     rl, sft = (run, partner) if run.is_rl else (partner, run)
     if rl is None:
         return
@@ -46,7 +48,7 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
         if sft is not None and of(rl) != of(sft):
             yield warn(f"""{setting} is {of(rl)!r} in {rl.name} and {of(sft)!r} in {sft.name} -> Train the SFT model
                 with the same value, unless RL starts from another model.""")
-    ways = shown(run, tokenizer) if run.is_rl else {None: (run.protocol, schemas_of(None))}
+    ways = shown(run, tokenizer) if run.is_rl else {None: (run.protocol, {} if without else schemas_of(None))}
     seen = []
     for source, (protocol, tools) in ways.items():
         if (protocol, tools) not in seen:  # many domains are alike
@@ -63,7 +65,7 @@ def _check_way(
     source: str | None,
 ) -> Iterator[Finding]:
     """Compare the tokens of a trace that calls one of these tools; `source`: the domain that has them."""
-    where = f" of domain {source}" if source else ""
+    where, call = f" of domain {source}" if source else "", " with a call" * bool(tools)
     try:
         trace = trace_for(tools)
         tokens, schemas = sft_tokens(run, tokenizer, protocol, tools, trace)
@@ -74,14 +76,14 @@ def _check_way(
         whole = render(tokenizer, trace, template_kwargs(run), tools=schemas) if is_shown else None
     except ValueError as error:
         advice = CHAT_MODEL if "template" in str(error) else "Correct the setting or the model."
-        yield fail(f"SFT or rollout refuses a trace{where} with a call: {error} -> {advice}")
+        yield fail(f"SFT or rollout refuses a trace{where}{call}: {error} -> {advice}")
         return
     ids, mask = tokens
     if difference := first_difference(tokenizer, tokens, rollout):
         yield fail(f"""SFT and rollout encode the same trace{where} differently: {difference}
             -> Compare data.apply_chat_template_kwargs and the tool YAML (schemas) of both.""")
         return
-    yield ok(f"""SFT and rollout encode a trace{where} with a call as the same {len(ids)} tokens, and train on
+    yield ok(f"""SFT and rollout encode a trace{where}{call} as the same {len(ids)} tokens, and train on
         {sum(mask)}""")
     text = tokenizer.decode(ids)
     if whole is not None and not whole.startswith(text):

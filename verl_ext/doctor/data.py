@@ -12,6 +12,8 @@ from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.suggest import did_you_mean
+from verl_ext.doctor.template import TAGS
+from verl_ext.protocols.instructions import without_tool
 from verl_ext.settings.domains import read_domains
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 PATTERNS = ("*", "[", "::")  # `datasets`, with which verl reads RL's files, takes them in a path for a pattern or chain
 FIRST_ROWS = 64  # rows of a file that the quick part reads
 QUICK_TESTS = 2**13  # characters of a file's tests that it reads: a tenth of a second
-TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call; prompts that ask for calls of one protocol have its tag
 PARTS = {"system": "prompt", "user": "prompt", "assistant": "trace"}  # role -> what its messages are
 
 
@@ -109,23 +110,28 @@ def check_protocol(run: Run) -> Iterator[Finding]:
             own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
             if own == "":
                 own = domains.get(row.get("data_source"), run).protocol
-            if own not in TAGS or not isinstance(messages, list):
+            if own is None or not isinstance(messages, list):
                 continue
             rows += 1
             texts: dict[str, str] = dict.fromkeys(PARTS.values(), "")
             for message in messages:
                 if part := PARTS.get(message.get("role")):
-                    texts[part] += f" {message.get('content')}"
+                    said = str(message.get("content"))
+                    texts[part] += f" {without_tool(said) if own == 'text' and part == 'prompt' else said}"
             seen.update(
                 (part, name)
                 for part, text in texts.items()
                 for name, tag in TAGS.items()
-                if tag in text and TAGS[own] not in text
+                if tag in text and (own not in TAGS or TAGS[own] not in text)
             )
         for (part, name), number in seen.items():
             text = f"""{split}: {number} of the first {rows} {part}s of {path.name} contain {TAGS[name]}, the tag of the
                 protocol {name}, but not the tag of {setting}={run.protocol}"""
-            if 2 * number > rows and part == "prompt":
+            if run.protocol == "text":  # of a trace, check_rows reports the call
+                if 2 * number > rows and part == "prompt":
+                    yield fail(f"""{split}: {number} of the first {rows} prompts of {path.name} contain {TAGS[name]},
+                        but with {setting}=text the model has no tool -> Leave this instruction out of the data.""")
+            elif 2 * number > rows and part == "prompt":
                 yield fail(f"{text} -> Set {setting}={name}, or recreate the data with --protocol {run.protocol}.")
             elif 2 * number > rows:  # RetoolSFTDataset rewrites them
                 yield warn(f"{text}; their calls will be rewritten -> If you do not want this, set {setting}={name}.")

@@ -71,7 +71,9 @@ def check_domains(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Fi
             yield fail(f"""{what}: an episode of {where} could not be opened: {type(error).__name__}: {error}
                 -> Correct retool.environment or the row, or start what it needs.""")
             continue
-        prompt = render(tokenizer, opening.messages, template_kwargs(run), tools=protocol.schemas(opening.tools))
+        prompt = render(
+            tokenizer, protocol.prompt(opening.messages), template_kwargs(run), tools=protocol.schemas(opening.tools)
+        )
         yield ok(f"{what}: an episode in {domain.environment} begins with\n{_shortened(prompt)}")
         if run.has_own_reward:
             yield from _check_scores(run, environments, what, rows[name][:SCORED])

@@ -4,12 +4,13 @@ import asyncio
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
+from verl_ext.datasets.peek import first_rows
 from verl_ext.doctor.finding import Finding, Level, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.sandbox.client import SandboxClient
@@ -33,6 +34,8 @@ QUEUE_S, ATTEMPTS = (
 def check_timeouts(run: Run) -> Iterator[Finding]:
     """Check the time-outs of the model's code, of its call with queueing and retries, and of what waits for that."""
     code_s = run.get("retool.sandbox.timeout_s")  # SFT has none; else check_config reports that it is missing
+    if not is_needed(run):
+        return
     is_wrong = any(each.key.endswith("timeout_s") for each in run.own_problems("value"))  # check_values reports it
     if code_s is None or is_wrong:
         return
@@ -64,6 +67,9 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
 def check_reachable(run: Run) -> Iterator[Finding]:
     """Check that each server executes a program, says what isolates it, and has the sessions that notebooks need."""
     are_well = True
+    if not is_needed(run):
+        yield ok("no sandbox is needed: the model has no tool, and no row is for the verifier of code")
+        return
     for url in run.get("retool.sandbox.urls", []):  # SFT has none
         if is_address(url):
             finding = _look_at(url.rstrip("/"))
@@ -84,6 +90,21 @@ def environments(run: Run) -> set[str]:
     ]
     flat = [each for entry in entries for each in (entry if isinstance(entry, list) else [entry])]
     return {str(each.get("name") if isinstance(each, dict) else each) for each in flat if each}
+
+
+def is_needed(run: Run) -> bool:
+    """Tell whether a run may execute code: if an environment may have a tool, or a row goes to the verifier of code."""
+    if not run.is_rl or run.protocol != "text" or environments(run):
+        return True
+    from verl_ext.reward.verifiers import Verifiers  # 0.1 s
+    from verl_ext.reward.verifiers.code import CodeVerifier
+
+    with suppress(Exception):  # from whatever a verifier's author wrote; check_verifiers reports it
+        verifiers = Verifiers.of_run(run.config)
+        rows = (row for _, path in run.all_files() for row in first_rows(path, ["data_source", "ability"], None))
+        kinds = {(str(row.get("data_source") or ""), str(row.get("ability") or "")) for row in rows}
+        return any(issubclass(verifiers.find_class(*kind), CodeVerifier) for kind in kinds)
+    return True
 
 
 def check_sessions(run: Run) -> Iterator[Finding]:
@@ -164,7 +185,7 @@ def _most_batches(run: Run) -> float:
 
 def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
     """Load the sandbox as the run's agent loops would."""
-    if not run.is_rl:
+    if not (run.is_rl and is_needed(run)):
         return
     settings = run.get("retool.sandbox")
     clients = min(MAX_CLIENTS, run.get(f"{ROLLOUT}.agent.num_workers", 1) * settings["max_concurrency"])

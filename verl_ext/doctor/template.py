@@ -32,7 +32,7 @@ TRACE = [
     {"role": "tool", "content": OUTPUT},
     {"role": "assistant", "content": ANSWER},
 ]
-
+TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call, by protocol; the protocol text has none
 CHAT_MODEL = "Use the tokenizer of a chat (Instruct) model."
 
 
@@ -106,9 +106,10 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokeniz
         yield fail(f"the tokenizer of {run.model_path} has no {lacks} -> {CHAT_MODEL}")
         return
     protocol = protocol_of(run, tokenizer)
+    ends = {True, not protocol.call_ends_turn} if run.protocol in TAGS else ()  # of a turn with a call
     try:
         checked_kwargs(tokenizer, template_kwargs(run))
-        replies = ["".join(protocol.reply([OUTPUT], ended=ended)) for ended in {True, not protocol.call_ends_turn}]
+        replies = ["".join(protocol.reply([OUTPUT], ended=ended)) for ended in ends]
     except ValueError as error:
         yield fail(f"{error} -> {CHAT_MODEL}")
         return
@@ -122,12 +123,13 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokeniz
 def _problems(
     run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer", protocol: ToolProtocol, replies: list[str]
 ) -> Iterator[Finding]:
-    for text in (protocol.write("", [Call(CODE_TOOL, {"code": CODE}, 0)]), *replies):
+    calls = [Call(CODE_TOOL, {"code": CODE}, 0)] if run.protocol in TAGS else []
+    for text in (protocol.write("", calls), *replies):
         back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         if back != text:
             yield fail(f"""the tokenizer does not reproduce what the protocol writes: it turns {text!r} into {back!r}
                 -> Use another protocol, or a tokenizer that keeps spaces and has these characters.""")
-    tags = ("<code>", "</code>") if run.protocol == "code" else ("<tool_call>", "</tool_call>")
+    tags = [tag for tag in (TAGS.get(run.protocol), TAGS.get(run.protocol, "").replace("<", "</")) if tag]
     if special := [tag for tag in tags if tag in tokenizer.all_special_tokens]:
         yield fail(f"""{", ".join(special)}: special tokens in this tokenizer, which end a turn for the agent loop and
             are dropped when decoding -> Register them as ordinary added tokens (special=False).""")

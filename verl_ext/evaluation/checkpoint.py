@@ -152,7 +152,8 @@ def settings_of(run: Path) -> tuple[str, list[str]]:
             f"{saved} belongs to the SFT run {config.trainer.experiment_name!r}, but there is no configs/{name}.yaml. "
             "Give --config with the RL run whose settings you want."
         )
-    return name, [f"retool.protocol={OmegaConf.select(config, 'data.retool.protocol') or 'code'}"]
+    protocol = OmegaConf.select(config, "data.retool.protocol") or "code"
+    return name, ["+tool=none"] if protocol == "text" else [f"retool.protocol={protocol}"]
 
 
 def _shards(step_folder: Path) -> Path:

@@ -24,7 +24,7 @@ def read_sets(
 
     Args:
         sources: names of built-in sets, or paths of parquet or JSONL files in verl's columns.
-        protocol: "code" or "hermes", for the instructions around a built-in problem; a file has its own.
+        protocol: as `retool.protocol`, for the instructions around a built-in problem; a file has its own.
         of_domains: name of a built-in set -> its own protocol.
         limit: take at most this many problems of each set, from its start.
     Raises:

@@ -116,7 +116,7 @@ class Sampler:
             loop = self._loop(row)
             way = loop.ways.of(row)
             schemas = way.protocol.schemas(selected(way.environments.schemas, row))
-            ids = await loop.ct_build_initial_tokens(row["raw_prompt"], tools=schemas)
+            ids = await loop.ct_build_initial_tokens(way.protocol.prompt(row["raw_prompt"]), tools=schemas)
             if len(ids) > self._max_prompt_length:
                 raise DataError(
                     f"The prompt of {row['uid']} has {len(ids)} tokens, but data.max_prompt_length is "

@@ -80,6 +80,9 @@ class ToolProtocol(Protocol):
     stop: str | None  # the engine stops a turn after this text; None: at end tokens only
     call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a separate turn
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+        """Return the messages of a prompt as the model should read them."""
+
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
         """Return what the chat template gets as `tools`."""
 

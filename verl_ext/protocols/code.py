@@ -31,6 +31,9 @@ class CodeProtocol:
         self._user_turn = ChatReply(tokenizer, "user", template_kwargs)
         self.user_reply = self._user_turn.render
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+        return [*messages]
+
     def schemas(self, tools: Mapping[str, dict]) -> None:
         """Return None: the prompt itself says how to write code."""
 

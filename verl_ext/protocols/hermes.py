@@ -55,6 +55,9 @@ class HermesProtocol:
         self._max_parallel_calls = max_parallel_calls
         self._repair_json = repair_json
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+        return [*messages]
+
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
         return list(tools.values()) or None
 

@@ -122,6 +122,7 @@ def conversation_of(messages: Any, tools: Any) -> tuple[list[dict], dict[str, di
     if length == 0:
         raise ValueError(f"expected a {' or '.join(PROMPT_ROLES)} message first")
     prompt = [{"role": m["role"], "content": _DOUBLED.sub(r"\\boxed{\1}", _text(m))} for m in messages[:length]]
+    prompt = protocol.prompt(prompt)
     turns = list(_turns(messages[length:], schemas, keep_nulls))
     last = turns[-1]
     if last.calls or last.outputs or last.users:

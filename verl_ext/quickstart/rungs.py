@@ -89,6 +89,7 @@ RUNGS = {
         task=("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml", SHARED)
         + ("requirements/small.txt",)  # the model
         + ("data/arithmetic.py", "data/worked.py")
+        + ("verl_ext/protocols/instructions.py",)
         + tuple(f"verl_ext/datasets/{name}.py" for name in ("problems", "text", "traces")),
     ),
 }

@@ -70,7 +70,7 @@ class RetoolAgentLoop(AgentLoopBase):
     Args:
         tools: those of `rollout.multi_turn.tool_config_path`, for the hermes protocol. Of one that is called
             `code_interpreter`, only the schema is used; code always runs by `retool.sandbox`.
-        protocol: "code" or "hermes"; None takes that of the row's domain, or `retool.protocol`.
+        protocol: a name of by_name.py; None takes that of the row's domain, or `retool.protocol`.
     Raises:
         ValueError: a setting of `retool` is unknown, missing or out of range, an environment cannot be made, or the
             trainer needs log-probs that no server is asked for.
@@ -135,11 +135,12 @@ class RetoolAgentLoop(AgentLoopBase):
             selected(life.opening.tools, task),
             way.protocol,
         )
-        prompt_ids = await self._prompts.ids(key.uid, life.opening.messages, protocol.schemas(tools))
+        messages = protocol.prompt(life.opening.messages)
+        prompt_ids = await self._prompts.ids(key.uid, messages, protocol.schemas(tools))
         rollout = Rollout(key, prompt_ids, limit=way.limits.response_tokens, stop=protocol.stop)
         if self.is_recorded:
             rollout.episode.protocol = protocol.name
-            rollout.episode.opening = {"messages": life.opening.messages, "tools": list(tools.values())}
+            rollout.episode.opening = {"messages": messages, "tools": list(tools.values())}
         if life.failure:
             logger.warning("an environment could not be opened: %s", life.failure)
             rollout.episode.exception = life.failure

@@ -7,6 +7,7 @@ from typing import Any
 from verl_ext.environments.by_name import Environments
 from verl_ext.protocols.base import CODE_TOOL, ToolProtocol
 from verl_ext.protocols.hermes import HermesProtocol
+from verl_ext.protocols.text import TextProtocol
 from verl_ext.rollout.stops import Stops
 from verl_ext.settings import Domain
 from verl_ext.settings.domains import of_whole_run, read_domains
@@ -68,6 +69,11 @@ class Ways:
         can_call_tools = isinstance(protocol, HermesProtocol)
         environments = Environments(limits.environment, self._config, self._tools if can_call_tools else ())
         others = sorted(environments.schemas.keys() - {CODE_TOOL})
+        if environments.schemas and isinstance(protocol, TextProtocol):
+            raise ValueError(
+                f"{where}: the protocol text calls no tool, but the environment has {', '.join(environments.schemas)}. "
+                f"Set {where}.environment=[], as +tool=none does, or another protocol."
+            )
         if others and not can_call_tools:
             raise ValueError(
                 f"{where}: the protocol {name} can call only the interpreter, but the environment has "

@@ -26,7 +26,7 @@ VERL = Path(_verl.submodule_search_locations[0]) if _verl else Path("/verl is no
 # Sections; making one with values out of range raises ValueError -----------------------------------------------------
 
 MAX_CODE_S = 86400  # of one program; as MAX_TIMEOUT_S of sandbox/limits.py, a room above this one
-PROTOCOLS = ("code", "hermes")
+PROTOCOLS = ("code", "hermes", "text")
 
 
 @dataclass(frozen=True, kw_only=True)

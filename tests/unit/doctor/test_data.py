@@ -65,6 +65,7 @@ def rl(request, make_run, tmp_path):
             "contain <tool_call>, the tag of the protocol hermes, but not the tag of retool.protocol=code",
         ),
         ([CODE, CODE, PLAIN], "hermes", "2 of the first 3 prompts"),
+        (["Use <code> and </code>. " + PLAIN] * 3, "text", "but with retool.protocol=text the model has no tool"),
         ([CODE] * 2 * FIRST_ROWS, "hermes", f"{FIRST_ROWS} of the first {FIRST_ROWS} prompts"),
     ],
 )
@@ -78,6 +79,8 @@ def test_prompts_for_another_protocol(prompts, protocol, message, rl, told):
     [
         ([CODE] * 3, "code"),
         ([HERMES] * 3, "hermes"),
+        ([CODE] * 3, "text"),  # the instruction of a known data set is replaced
+        (["What does <code> mean in HTML?", PLAIN, PLAIN], "text"),
         ([PLAIN] * 3, "hermes"),  # the system prompt's schema says how to call
         ([PLAIN] * 3, "code"),
         ([CODE + HERMES] * 3, "hermes"),

@@ -14,6 +14,7 @@ from verl_ext.doctor.sandbox import (
     calls_per_step,
     check_load,
     check_reachable,
+    check_timeouts,
     is_address,
     judge_load,
     responses_at_once,
@@ -80,6 +81,17 @@ def with_url(make_run, url, *overrides):
 
 def test_a_server_that_runs_and_isolates(server, make_run, only_ok):
     only_ok(check_reachable(with_url(make_run, server)))
+
+
+def test_text_rl_needs_no_sandbox_unless_rows_have_tests(make_run, only_ok, told, tmp_path):
+    nobody = ("retool.sandbox.urls=[http://127.0.0.1:9]", "+tool=none", "data.val_files=null")
+    rows = {"math": {"data_source": "math"}, "code": {"data_source": "x", "ability": "code"}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    run = make_run("tiny_dapo", *nobody, "data.train_files=math.jsonl")
+    only_ok(check_reachable(run))
+    assert [*check_load(run, seconds=1)] == [*check_timeouts(run)] == []
+    assert told(check_reachable(make_run("tiny_dapo", *nobody, "data.train_files=code.jsonl")), Level.FAIL)
 
 
 def test_nobody_there(make_run, told):

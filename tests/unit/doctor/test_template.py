@@ -50,6 +50,13 @@ def test_tokenizer_and_template_fit_both_protocols(name, value, tiny_run, qwen, 
     only_ok(check_tokenizer(tiny_run(name, protocol(name, value)), qwen))
 
 
+@pytest.mark.parametrize(("name", "without"), [("tiny_dapo", "+tool=none"), ("tiny_sft", "+tool=none_sft")])
+def test_text_rl_has_a_tokenizer_a_template_and_a_partner_without_a_tool(name, without, tiny_run, tokenizer, only_ok):
+    run = tiny_run(name, without)
+    only_ok(check_tokenizer(run, tokenizer))
+    only_ok(check_agreement(run, tokenizer))
+
+
 def test_a_template_without_tools_is_noticed_where_the_protocol_needs_them(tiny_run, tokenizer, told, only_ok):
     hermes = told(check_tokenizer(tiny_run("tiny_dapo", protocol("tiny_dapo", "hermes")), tokenizer), Level.WARN)[0]
     assert "the chat template leaves out the tools (code_interpreter)" in hermes

@@ -6,8 +6,26 @@ import pytest
 
 from tests.unit.rollout.test_loop import BLOCK_2, CALL, FAILURE
 from verl_ext.protocols.base import SegmentEncoder, cut_output
+from verl_ext.protocols.instructions import PROMPTS
 from verl_ext.rollout import lives
 from verl_ext.sandbox.client import RunResult
+
+TEXT = {"protocol": "text", "environment": []}
+
+
+def test_text_rl_has_one_turn_and_runs_nothing(roll_out, tokenizer, encode):
+    said = [*encode(CALL), tokenizer.eos_token_id]
+    question = PROMPTS["code"].format(problem="1+1?")
+    episode, server, sandbox = roll_out(tokenizer, [said], question=question, response_length=900, **TEXT)
+    assert episode.finish_reason == "answer" and episode.row.ids == said
+    assert (len(server.calls), sandbox.codes, episode.use.calls) == (1, [], 0)
+    asked = tokenizer.decode(episode.row.prompt_ids)
+    assert PROMPTS["text"].format(problem="1+1?") in asked and "<code>" not in asked
+
+
+def test_text_rl_with_a_tool_is_our_error(roll_out, tokenizer):
+    with pytest.raises(ValueError, match="text calls no tool, but the environment has code_interpreter. Set"):
+        roll_out(tokenizer, [], protocol="text")
 
 
 def test_a_call_with_the_last_token_of_the_budget_is_not_run(roll_out, tokenizer, encode):

@@ -118,7 +118,7 @@ def test_what_a_start_of_a_run_and_the_doctor_check_is_one_schema():
         ({"sandbox": {}}, "retool.sandbox.urls is missing, but verl_ext reads it."),
         (
             {"protocol": "xml"},
-            "retool.protocol is 'xml'; expected one of code, hermes.",
+            "retool.protocol is 'xml'; expected one of code, hermes, text.",
         ),
         ({"run_last_code": "yes"}, "retool.run_last_code is 'yes', expected true or false"),
         ({"recorder__keep_steps": 0}, "retool.recorder.keep_steps is 0, expected a whole number in [1, inf)"),
