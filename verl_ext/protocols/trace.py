@@ -85,7 +85,7 @@ def split_trace(
         ValueError: it is no such conversation, or has a call that the agent loop would refuse; the message says why.
     """
     prompt, schemas, turns = conversation_of(messages, tools)
-    last = turns[-1]
+    prompt, last = protocol.prompt(prompt), turns[-1]
     shown = protocol.schemas(schemas)
     thinking = render is not None and opens_thinking(before := render(prompt, shown))
     segments: list[Segment] = []
@@ -122,7 +122,6 @@ def conversation_of(messages: Any, tools: Any) -> tuple[list[dict], dict[str, di
     if length == 0:
         raise ValueError(f"expected a {' or '.join(PROMPT_ROLES)} message first")
     prompt = [{"role": m["role"], "content": _DOUBLED.sub(r"\\boxed{\1}", _text(m))} for m in messages[:length]]
-    prompt = protocol.prompt(prompt)
     turns = list(_turns(messages[length:], schemas, keep_nulls))
     last = turns[-1]
     if last.calls or last.outputs or last.users:
