@@ -5,6 +5,7 @@ import json
 import pytest
 
 from verl_ext.protocols.base import cut_output, cut_reply
+from verl_ext.settings import REPO
 from verl_ext.traces.rerun import is_shown
 
 LONG = "\n".join(f"line {number} of many" for number in range(400))
@@ -120,3 +121,12 @@ def test_calls_run_in_the_environment_of_the_run(check, tmp_path):
 OF_CODE = {"type": "object", "properties": {"code": {"type": "string", "description": "A program."}}}
 OF_CODE["required"] = ["code"]
 OF_ADD = {"type": "object", "properties": {"by": {"type": "integer", "description": "How far."}}, "required": ["by"]}
+
+
+def test_public_traces_of_a_notebook_say_what_they_have_stored(check):
+    """MathCoder's interpreter remembers and shows the last expression; one trace was wrapped by another printer."""
+    options = ["--without-gold", "--set", "retool.environment=notebook"]
+    kept, left, _ = check(REPO / "tests" / "data" / "traces.jsonl", *options, config="qwen2-32b_dapo")
+    ran = [row for row in kept if "MathCoder" in row["source"] and '"tool_calls"' in row["messages"]]
+    assert len(ran) == 22
+    assert [line["id"] for line in left if line["reason"] != "not_a_trace"] == ["240fe0cf45ae"]
