@@ -197,15 +197,18 @@ async def _check_one(
 
 
 def _write(spool: "Spool", args: argparse.Namespace, config: str) -> None:
-    from verl_ext.traces.output import beside, table, write_kept, write_lines
+    from verl_ext.traces.output import as_text, beside, table, write_kept, write_lines
+    from verl_ext.traces.page import write_page
 
     counts = spool.counts()
-    options = {name: value for name, value in vars(args).items() if name not in ("run_command", "sandbox_url")}
+    options = {name: value for name, value in vars(args).items() if name != "sandbox_url"}
     notes = {"options": options, "config": config, "counts": counts, "environment": environment()}
     write_lines(spool.left_out(), beside(args.out, "left_out.jsonl"))
     if args.agree:
         write_lines(disagreements(spool), beside(args.out, "disagree.jsonl"))
-    print(table(counts))
+    rows = table(counts)
+    write_page(spool, rows, beside(args.out, "html"), notes)
+    print(as_text(rows))
     if not any(each["kept"] for each in counts.values()):
         raise ValueError(f"No trace is kept. {beside(args.out, 'left_out.jsonl')} says why.")
     write_kept(spool.kept(), args.out, notes)

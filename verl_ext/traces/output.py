@@ -26,6 +26,7 @@ COLUMNS = ("messages", "tools", "id", "source", "problem", "data_source", "abili
 COLUMNS += ("ground_truth", "extra_info", "about")
 SCHEMA = pa.schema({name: pa.string() for name in COLUMNS})  # `messages`, `tools`, `extra_info`, `about` are JSON
 
+MOST_SOURCES = 6  # with a column in the table
 _TABLES = """
 CREATE TABLE passed (number INTEGER PRIMARY KEY, problem TEXT, source TEXT, row TEXT, text TEXT, codes TEXT,
                      reason TEXT, detail TEXT);
@@ -108,16 +109,17 @@ class Spool:
         for (row,) in self._db.execute("SELECT row FROM passed WHERE reason IS NULL ORDER BY number"):
             yield json.loads(row)
 
-    def left_out(self) -> Iterator[str]:
-        """Yield the line of each other trace, in order."""
-        sql = "SELECT number, reason, NULL, line FROM other UNION ALL"
-        sql += " SELECT number, reason, detail, row FROM passed WHERE reason IS NOT NULL ORDER BY number"
-        for _, reason, detail, text in self._db.execute(sql):
+    def left_out(self, reason: Reason | None = None) -> Iterator[str]:
+        """Yield the line of each other trace, in order; only of one reason, if it is given."""
+        wanted = "WHERE reason = coalesce(:reason, reason)"  # without those that are kept, whose reason is null
+        sql = f"SELECT number, reason, NULL, line FROM other {wanted} UNION ALL"
+        sql += f" SELECT number, reason, detail, row FROM passed {wanted} ORDER BY number"
+        for _, found, detail, text in self._db.execute(sql, {"reason": reason and str(reason)}):
             if detail is None:
                 yield text
                 continue
             row = json.loads(text)
-            why = LeftOut(Reason(reason), detail)
+            why = LeftOut(Reason(found), detail)
             yield _line(row["id"], row["source"], why, row["problem"], json.loads(row["messages"]))
 
     def counts(self) -> dict[str, Counter[str]]:
@@ -187,14 +189,20 @@ def beside(out: Path, kind: str) -> Path:
     return out.with_name(f"{out.name.removesuffix('.parquet')}.{kind}")
 
 
-def table(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Return how many traces are kept and left out, as text: a row for each reason, a column for each source."""
+def table(counts: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    """Return how many traces are kept and left out: a row for each reason that occurs, a column for each source
+    unless there are too many."""
     total: Counter[str] = sum((Counter(each) for each in counts.values()), Counter())
-    columns = {"all": total, **counts} if len(counts) > 1 else {"traces": total}
-    rows = [["", *columns]]
+    columns = {"all": total, **counts} if 1 < len(counts) <= MOST_SOURCES else {"traces": total}
+    rows = [["", *(name if len(name) <= 30 else f"…{name[-29:]}" for name in columns)]]
     for name in ("kept", *Reason):
         if total[name] or name == "kept":
             rows.append([str(name), *(f"{each.get(name, 0):,}" for each in columns.values())])
+    return rows
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as lines of text."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     sides = ["<", *">" * (len(widths) - 1)]
     padded = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows)
