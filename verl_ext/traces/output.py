@@ -5,6 +5,7 @@ All files appear when they are complete. Memory holds a bounded number of traces
 
 import json
 import os
+import shutil
 import sqlite3
 import tempfile
 from collections import Counter
@@ -138,9 +139,12 @@ class Spool:
 
 @contextmanager
 def spooled(out: Path) -> Iterator[Spool]:
-    """Give a spool in a folder next to `out`, which is removed."""
+    """Give a spool in a folder next to `out`, which is removed, as are those of processes that were killed."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as folder:
+    for left in out.parent.glob(f".{out.stem}.*.spool"):
+        if not Path("/proc", left.name.split(".")[-2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}.", suffix=f".{os.getpid()}.spool") as folder:
         spool = Spool(Path(folder) / "traces.sqlite")
         try:
             yield spool
@@ -149,12 +153,12 @@ def spooled(out: Path) -> Iterator[Spool]:
 
 
 def row_of(trace: Trace) -> dict[str, Any]:
-    """Return a row of a file of traces."""
+    """Return a row of a file of traces. Lone surrogates, which no file takes, are spelled out."""
     about, gold = dict(trace.about), trace.gold
     if gold is not None and not isinstance(gold, str):
         about["ground_truth"] = gold
     extra = trace.task.get("extra_info")
-    return {
+    row = {
         "messages": jsonl.dumps(trace.messages),
         "tools": None if trace.tools is None else jsonl.dumps(trace.tools),
         "id": trace.id,
@@ -166,6 +170,7 @@ def row_of(trace: Trace) -> dict[str, Any]:
         "extra_info": None if extra is None else canonical(extra),
         "about": canonical(about),
     }
+    return dict(zip(row, _texts(row.values()), strict=True))
 
 
 def write_kept(rows: Iterable[Mapping[str, Any]], out: Path, notes: Mapping[str, Any]) -> int:
@@ -214,6 +219,6 @@ def _line(name: str, source: str, why: LeftOut, problem: str | None, messages: A
     return jsonl.dumps(line | {"problem": problem, "messages": messages})
 
 
-def _texts(values: Sequence[Any]) -> list[Any]:
-    """Return values with lone surrogates spelled out, which SQLite does not take."""
+def _texts(values: Iterable[Any]) -> list[Any]:
+    """Return values with lone surrogates spelled out, which neither SQLite nor Arrow takes."""
     return [v.encode("utf-8", "backslashreplace").decode() if isinstance(v, str) else v for v in values]

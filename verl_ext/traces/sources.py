@@ -37,21 +37,28 @@ def read_traces(source: str, *, split: str = "train") -> Iterator[Trace | Unread
 
 
 def _trace(row: Mapping[str, Any], name: str, source: str) -> Trace:
-    about = _json(row.get("about")) or {}
-    reward = _json(row.get("reward_model"))
-    gold = reward.get("ground_truth") if isinstance(reward, Mapping) else None
+    about, info = _object(row, "about"), _object(row, "extra_info")
+    gold = _object(row, "reward_model").get("ground_truth")
     gold = gold if gold is not None else next((row[each] for each in _GOLDS if row.get(each) is not None), None)
     gold = about.pop("ground_truth", gold)  # of a kept file, if it is no text
     task = {
         "data_source": row.get("data_source") or "",
         "ability": row.get("ability") or "",
         "reward_model": {"ground_truth": gold},
-        "extra_info": _json(row.get("extra_info")),
+        "extra_info": info or None,
     }
-    if kwargs := _json(row.get("tools_kwargs")):
+    if kwargs := _object(row, "tools_kwargs") or info.get("tools_kwargs"):  # verl's data set takes them from there
         task["tools_kwargs"] = kwargs
     tools = _json(row.get("tools")) or None
     return Trace(name, source, explicit(row["messages"], tools), tools, task, about)
+
+
+def _object(row: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return the object in a column, {} if there is none."""
+    value = _json(row.get(column))
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{column} is {value!r:.80}; expected an object")
+    return dict(value or {})
 
 
 def _json(value: Any) -> Any:
