@@ -129,7 +129,7 @@ def write_task(
     Args:
         rl_source: data source of the RL problems.
         evaluation: problems by data source; the score of shortcuts on each is printed.
-        protocol: PROTOCOL, or NO_TOOL.
+        protocol: of the traces, PROTOCOL or NO_TOOL. The problems' instructions stay; `+tool=none` replaces them.
     Raises:
         DataError: one of the files has no row.
     """
@@ -139,10 +139,10 @@ def write_task(
     for name, traces in (("sft_train", sft), ("sft_val", sft_val)):
         write_traces([trace_of(worked, protocol) for worked in traces], out / f"{name}.parquet")
     write_problems(
-        [problem_of(w) for w in rl], out / "rl_train.parquet", data_source=rl_source, split="train", protocol=protocol
+        [problem_of(w) for w in rl], out / "rl_train.parquet", data_source=rl_source, split="train", protocol=PROTOCOL
     )
     rows = [
-        problem_row(problem, index, data_source=source, split="test", protocol=protocol)
+        problem_row(problem, index, data_source=source, split="test", protocol=PROTOCOL)
         for source, problems in evaluation.items()
         for index, problem in enumerate(problems)
     ]

@@ -16,6 +16,7 @@ with the real verl and vLLM, on a CPU. Run it again to reuse finished stages and
                     FOLDER-2, FOLDER-3, ...
   --from FOLDER     start another RL run from this quickstart's data and SFT model, e.g. --from outputs/quickstart
                     --rl KEY=VALUE
+  --compare text    also without the tool, on the same problems: text RL from its own SFT, in OUT-text; a page shows both
   --seed N          for data, initial weights and sampling; default: 0
   --data ARG        argument of data/tiny_tools/prepare.py or data/small/prepare.py (may be repeated, like the next two)
   --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml or smollm2_sft.yaml

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=384, help="held-out problems (default: %(default)s)")
     parser.add_argument("--svamp", type=int, default=100, help="test problems from SVAMP (default: %(default)s)")
     parser.add_argument(
-        "--no-tool", action="store_true", help="write traces and prompts without Python, with the calculation as text"
+        "--no-tool", action="store_true", help="traces of the same problems without calls, with the calculation as text"
     )
     args = parser.parse_args()
     if args.mawps:

@@ -11,17 +11,18 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
-from task import TRACE_MIX, Problem, make_problem, make_trace
+from task import TRACE_MIX, Problem, make_problem, make_trace, without_tool
 
 from verl_ext.runs import parquet
 
 EVALUATION_SPLITS = {"test": "tiny_tools", "ood_large": "tiny_tools_ood_large", "ood_chain": "tiny_tools_ood_chain"}
 
 
-def sft_row(rng: random.Random) -> dict:
+def sft_row(rng: random.Random, *, no_tool: bool = False) -> dict:
     """Make a row of the SFT set: `messages` with the roles user, assistant, interpreter, assistant, ..."""
     kind = rng.choices(list(TRACE_MIX), list(TRACE_MIX.values()))[0]
-    return {"messages": make_trace(make_problem(rng, split="train"), kind, rng), "kind": kind}
+    trace = make_trace(make_problem(rng, split="train"), kind, rng)
+    return {"messages": without_tool(trace) if no_tool else trace, "kind": kind}
 
 
 def rl_row(problem: Problem, index: int, split: str, data_source: str) -> dict:
@@ -56,11 +57,15 @@ def main() -> None:
     parser.add_argument(
         "--ood", type=int, default=64, help="problems of each out-of-distribution set (default: %(default)s)"
     )
+    parser.add_argument(
+        "--no-tool", action="store_true", help="traces of the same problems without calls, with the calculation as text"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
     rng = random.Random(args.seed)
-    tables = {"sft_train": [sft_row(rng) for _ in range(args.sft)], "sft_val": [sft_row(rng) for _ in range(512)]}
+    sizes = {"sft_train": args.sft, "sft_val": 512}
+    tables = {name: [sft_row(rng, no_tool=args.no_tool) for _ in range(size)] for name, size in sizes.items()}
     tables["rl_train"] = [
         rl_row(problem, i, "train", "tiny_tools") for i, problem in enumerate(distinct_problems(rng, "train", args.rl))
     ]

@@ -4,6 +4,7 @@ A model of 10^5 parameters cannot multiply two-digit numbers in its head, but it
 what the interpreter prints and copy it into the box. What RL has to find is which of the strategies in the traces pays.
 """
 
+import ast
 import contextlib
 import io
 import random
@@ -19,6 +20,7 @@ THINGS = ["apples", "pens", "books", "coins", "cards", "eggs"]
 
 # How a trace solves its problem, and the share of each. Only `tool` and `repair` can be right for a reason.
 TRACE_MIX = {"mental": 0.50, "tool": 0.20, "wrong_formula": 0.15, "repair": 0.10, "give_up": 0.05}
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
 
 
 @dataclass(frozen=True)
@@ -145,3 +147,29 @@ def make_trace(problem: Problem, kind: str, rng: random.Random) -> list[dict[str
     if kind == "repair":
         return messages + faulty + run(f"print({formula})", "Fix it. ") + [assistant(f"\\boxed{{{problem.answer}}}")]
     raise ValueError(f"Unknown kind of trace {kind!r}; expected one of {list(TRACE_MIX)}.")
+
+
+def without_tool(trace: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return a trace of `make_trace` without its calls, for text RL: its last formula is worked out in steps."""
+    question, *said = trace
+    answer = said[-1]["content"]
+    if len(said) > 1 and answer.startswith("\\boxed"):  # it copies what the last program printed
+        formula = said[-3]["content"].partition("print(")[2].removesuffix(")</code>")
+        answer = f"{work_out(formula)} {answer}"
+    return [question, {"role": "assistant", "content": answer}]
+
+
+def work_out(formula: str) -> str:
+    """Return the operations of a formula with their results: `(12+3)*40` gives `12+3=15. 15*40=600.`"""
+    done = []
+
+    def value(node: ast.expr) -> int:
+        if not isinstance(node, ast.BinOp):
+            return node.value
+        operation = f"{value(node.left)}{_SIGNS[type(node.op)]}{value(node.right)}"
+        result = eval(operation)  # our own arithmetic
+        done.append(f"{operation}={result}.")
+        return result
+
+    value(ast.parse(formula, mode="eval").body)
+    return " ".join(done)

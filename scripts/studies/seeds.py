@@ -4,7 +4,7 @@
 
 Each run is the quickstart in its own folder. The control repeats the RL of the first seed with random rewards, drawn at
 the rate at which SFT was right (`reward.reward_kwargs.random_reward_p`). With --model small, the first seed also learns
-the task without Python (`data/small/prepare.py --no-tool`). Prints a table; docs/evidence/small-models.md has it. The
+the task without Python (`+tool=none`). Prints a table; docs/evidence/small-models.md has it. The
 same command continues an interrupted one. A finished run is a line of FILE and is not repeated, so that another machine
 can continue with FILE.
 """
@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         overrides = ("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}")
         run(CONTROL, out / "control", first, "--from", str(source), *overrides)
     if args.model == "small" and NO_TOOL not in made:
-        run(NO_TOOL, out / "no_tool", first, *model, "--data=--no-tool")
+        without = ("--data=--no-tool", "--sft=+tool=none_sft", "--rl=+tool=none")
+        run(NO_TOOL, out / "no_tool", first, *model, *without)
     print(f"\n{table(args.model, results.rows)}")
 
 

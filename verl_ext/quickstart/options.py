@@ -43,6 +43,11 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
         metavar="FOLDER",
         help="start another RL run, in a separate folder, from the data and the SFT of this quickstart",
     )
+    parser.add_argument(
+        "--compare",
+        choices=("text",),
+        help="text: the same without the tool as well, from its own SFT, in OUT-text, and a page with both",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)")
     for option, metavar, what in (
         ("--data", "ARG", "argument of data/tiny_tools/prepare.py or data/small/prepare.py"),
@@ -60,6 +65,8 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
         args.source = args.source.resolve()
         if not (args.source / JOURNAL).is_file():
             parser.error(f"--from {args.source}: expected the folder of a quickstart, but it has no {JOURNAL}")
+        if args.compare:
+            parser.error("--from starts from an SFT with the tool, but --compare text needs another SFT; use --out")
         if args.data or args.sft:
             parser.error("--from reuses data and SFT as they are, so --data and --sft cannot be set with it")
         if args.out == args.source:

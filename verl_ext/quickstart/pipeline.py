@@ -16,7 +16,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_ext.checkpoints import folder as checkpoints
@@ -45,6 +46,7 @@ LICENCE_FILES = ("LICENSE", "NOTICE")
 EVALUATION_SAMPLES = 2  # responses per held-out problem
 ShowProgress = Callable[[Path], Watch]
 AFTERWARDS = " Then the same command continues from here. --out DIR writes to another disk."
+NO_TOOL = {"data_args": "--no-tool", "sft": "+tool=none_sft", "rl": "+tool=none"}  # field -> what it adds for text RL
 SANDBOX_OPTIONS = ("--preload=",)  # the tasks' programs import nothing, and a smaller fork is cheaper
 
 
@@ -57,10 +59,11 @@ class Quickstart:
     data_args: list[str]
     sft: list[str]
     rl: list[str]
-    supervisor: Supervisor
+    supervisor: Supervisor | None  # while it runs
     source: Source | None = None  # the quickstart whose data and SFT this one uses
     rung: Rung = RUNGS["tiny"]
     model_path: str = ""  # an existing model, a folder or a name on the hub; "": the rung's own is built
+    beside: Path | None = None  # the quickstart that it is compared with
     python: str = ""  # of warm_python, for all stages; "": each has its own
 
     def launch(
@@ -72,6 +75,10 @@ class Quickstart:
         command = ["bash", str(REPO / "recipe" / "retool" / launcher), *overrides]
         watches = [show_notes(log), show(out)] if show else []
         self.supervisor.run(command, log=log, env=env, watch=lambda: [watch() for watch in watches])
+
+    def sandbox(self) -> AbstractContextManager[str]:
+        """Start a sandbox for a launcher and give its address; "" for text RL, which needs none."""
+        return nullcontext("") if NO_TOOL["rl"] in self.rl else running_server(options=SANDBOX_OPTIONS)
 
     def settings(self, step: str) -> dict[str, object]:
         """Return the settings that the result of a step depends on."""
@@ -108,7 +115,7 @@ def train_sft(run: Quickstart) -> None:
 
 def train_rl(run: Quickstart) -> None:
     model, out = str(run.out / "sft" / "merged"), run.out / "rl"
-    with running_server(options=SANDBOX_OPTIONS) as url:
+    with run.sandbox() as url:
         environment = {"MODEL_PATH": model, "SANDBOX_URL": url}
         run.launch(run.rung.rl_launcher, run.rl, out, out / "log.txt", show_rl_progress, **environment)
 
@@ -146,7 +153,7 @@ def evaluate(run: Quickstart, when: str) -> None:
         *("trainer.save_freq=-1", f"trainer.experiment_name={run.rung.name}_eval"),
     ]
     shutil.rmtree(target, ignore_errors=True)
-    with running_server(options=SANDBOX_OPTIONS) as url:
+    with run.sandbox() as url:
         # No doctor: the settings are those of the RL run, and every input comes from earlier stages.
         environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
         run.launch(run.rung.rl_launcher, overrides, target, target.with_suffix(".log"), **environment)
@@ -157,8 +164,19 @@ def evaluate(run: Quickstart, when: str) -> None:
 
 
 def report(run: Quickstart) -> None:
-    run.supervisor.run([sys.executable, "-m", "verl_ext.report", "--run", str(run.out)], log=None)
+    command = [sys.executable, "-m", "verl_ext.report", "--run"]
+    run.supervisor.run([*command, str(run.out)], log=None)
+    if run.beside:
+        run.supervisor.run([*command, str(run.beside), str(run.out), "--out", str(run.beside)], log=None)
     print(f"Every rollout, in the browser: .venv/bin/python -m verl_ext.view {run.out}", flush=True)
+
+
+def without_tool(run: Quickstart) -> Quickstart:
+    """Return the same quickstart for text RL: the same problems and samples, and an SFT without calls."""
+    out = run.out.with_name(f"{run.out.name}-text")
+    return replace(
+        run, out=out, beside=run.out, **{name: [*getattr(run, name), added] for name, added in NO_TOOL.items()}
+    )
 
 
 # name, its stage, what it does, how, the steps that must be done before it
@@ -286,6 +304,17 @@ def delete_run(out: Path) -> None:
     shutil.rmtree(out)
 
 
+def start(run: Quickstart, stages: list[str], *, fresh: bool) -> None:
+    """Run the stages in the run's folder, which nobody else uses meanwhile; if `fresh`, delete it first."""
+    if fresh and run.out.exists():
+        with lock_folder(run.out):
+            delete_run(run.out)
+    run.out.mkdir(parents=True, exist_ok=True)
+    shared_python = warm_python() if run.rung.shares_python else nullcontext("")
+    with lock_folder(run.out) as lock, shared_python as python, Supervisor(lock) as supervisor:
+        run_pipeline(replace(run, supervisor=supervisor, python=python), stages)
+
+
 def main() -> None:
     args = parse_options()
     seeds = [f"data.seed={args.seed}", f"actor_rollout_ref.rollout.seed={args.seed}"]
@@ -298,14 +327,10 @@ def main() -> None:
         if out is None:
             out = next_folder(Quickstart(Path(), *settings, supervisor=None, source=source, **model))
             print(f"[from] the new run is in {out}", flush=True)
-        if args.fresh and out.exists():
-            with lock_folder(out):
-                delete_run(out)
-        out.mkdir(parents=True, exist_ok=True)
-        shared_python = warm_python() if rung.shares_python else contextlib.nullcontext("")
-        with lock_folder(out) as lock, shared_python as python, Supervisor(lock) as supervisor:
-            run = Quickstart(out, *settings, supervisor, source, python=python, **model)
-            run_pipeline(run, args.stage or list(STAGES))
+        run, stages = Quickstart(out, *settings, None, source, **model), args.stage or list(STAGES)
+        for each in [run, without_tool(run)] if args.compare else [run]:
+            out = each.out
+            start(each, stages, fresh=args.fresh)
     except (CommandFailed, NoSource, SandboxNotReady) as error:
         raise SystemExit(f"quickstart: {error}{_advice(error, out)}") from None
     except OSError as error:

@@ -1,21 +1,25 @@
 """Several runs side by side on one page: `comparison.html`, `comparison.json`. `python -m verl_ext.report` calls this.
 
-The page has a line per run, one chart per metric with the curves of all runs, and the difference of each run's
-evaluation from the first run's on the same problems. Each run's own report has the rest.
+The page has a line per run, and the difference of each run's evaluation from the first run's on the same problems; then
+accuracy, tokens of a response and time, as the first figure of ReTool's paper, and one chart per metric with the curves
+of all runs. Each run's own report has the rest.
 """
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation import figures as evaluation
+from verl_ext.pages.charts import Chart, Series
 from verl_ext.pages.page import render
 from verl_ext.pages.text import duration, percent, points
 from verl_ext.report.contents import RunContents, read_run
-from verl_ext.report.page import TEMPLATES, charts, evaluate_run, start_texts, summarize
+from verl_ext.report.page import TEMPLATES, charts, evaluate_run, held_out, start_texts, summarize
 from verl_ext.runs import durable
 from verl_ext.runs.folder import short_names
+from verl_ext.runs.metrics import Metrics
 
 
 class Compared(NamedTuple):
@@ -50,7 +54,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         pairing=pairing(compared),
         table=table,
         groups=_group_table(compared),
-        questions=charts([(each.name, each.run) for each in compared]),
+        questions=figure(compared) | charts([(each.name, each.run) for each in compared]),
     )
     durable.write_text(out / "comparison.html", html)
     lines = [evaluation.align(table), ""]
@@ -58,8 +62,38 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     return "\n".join([*lines, f"Comparison: {out / 'comparison.html'}"])
 
 
+def figure(compared: Sequence[Compared]) -> dict[str, list[Chart]]:
+    """Return the charts of accuracy over steps, with the evaluations and their intervals, of tokens, and over time."""
+    by_step, tokens, by_time = [], [], []
+    for each in compared:
+        rl = each.run.rl
+        steps, accs = rl.curve("train/acc")
+        if steps:
+            minutes = dict(zip(*training_minutes(rl), strict=True))
+            timed = [(minutes[step], acc) for step, acc in zip(steps, accs, strict=True) if step in minutes]
+            by_step.append(Series(each.name, steps, accs))
+            by_time += [Series(each.name, *map(list, zip(*timed, strict=True)))] if timed else []
+        by_step += held_out(each.summary, f"{each.name}, held out")
+        steps, lengths = rl.curve("train/model_tokens")
+        tokens += [Series(each.name, steps, lengths)] if steps else []
+    drawn = [
+        ("accuracy and evaluations", by_step, "share right; points: held out, with interval", "RL step", [0, 1]),
+        ("tokens of a response", tokens, "tokens that the model wrote", "RL step", [0]),
+        ("accuracy over time", by_time, "share right", "minutes of RL steps", [0, 1]),
+    ]
+    found = [Chart(title, series, unit, x, include=include) for title, series, unit, x, include in drawn if series]
+    return {"Accuracy, length and time": found} if found else {}
+
+
+def training_minutes(rl: Metrics) -> tuple[list[int], list[float]]:
+    """Return the RL steps and the minutes from the first one's begin to the end of each, without start-ups."""
+    steps, seconds = rl.curve("timing_s/step")
+    return steps, [total / 60 for total in accumulate(seconds)]
+
+
 def header() -> list[str]:
-    return ["run", "kind", "steps", "accuracy", "difference, points", "failed calls", "warm step", "starts"]
+    of_run = ["run", "kind", "steps", "prompts", "before RL", "accuracy", "difference, points"]
+    return [*of_run, "tokens", "failed calls", "RL", "warm step", "starts"]
 
 
 def row(each: Compared) -> list[str]:
@@ -68,13 +102,19 @@ def row(each: Compared) -> list[str]:
     top, trained = summary["headline"], summary["sft" if each.run.kind == "sft" else "rl"]
     figures = (summary["evaluation"]["after"] or summary["evaluation"]["before"]).get(top["group"]) if top else None
     difference = (each.difference or {}).get(top["group"]) if top else None
+    _, minutes = training_minutes(each.run.rl)
+    length = figures["metrics"]["model_tokens"] if figures else None
     return [
         each.name,
         each.run.kind,
         str(trained["steps"] or "-"),
+        f"{sum(generated):.0f}" if (generated := each.run.rl.curve("filter_groups/generated")[1]) else "-",
+        percent(top["before"]) if top and top["before"] and top["after"] else "-",
         percent(top["after"] or top["before"]) if top else "-",
         points(difference["metrics"]["acc/mean@k"]) if difference else "-",
+        f"{length['value']:.0f}" if length else "-",
         percent(figures["metrics"]["tool/error_rate"], interval=False) if figures else "-",
+        duration(60 * minutes[-1]) if minutes else "-",
         duration(summary["rl"]["warm_step"]["median_s"]) if summary["rl"]["warm_step"] else "-",
         "; ".join(start_texts(trained["starts"])) or ("1" if trained["starts"] else "-"),
     ]

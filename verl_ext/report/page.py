@@ -225,19 +225,24 @@ def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
 
 def _with_evaluations(questions: dict[str, list[Chart]], summary: dict[str, Any]) -> dict[str, list[Chart]]:
     """Return the charts with the evaluated accuracy and its interval in that of accuracy, at the steps evaluated."""
-    top, last = summary["headline"], summary["rl"]["steps"]
-    steps = {name: int(name.removeprefix("step ")) for name in summary["sides"] if name.startswith("step ")}
-    steps |= {"before RL": 0, "after RL": last}
-    named = zip(summary["sides"], ("before", "after"), strict=True)
-    ends = [(steps[name], top[side]) for name, side in named if name in steps and top and top[side]]
-    if not ends:
-        return questions
-    values, spread = [end["value"] for _, end in ends], [(end["low"], end["high"]) for _, end in ends]
-    marks = Series("held out, with interval", [step for step, _ in ends], values, points=True, spread=spread)
+    marks = held_out(summary, "held out, with interval")
     return {
-        question: [replace(each, series=[*each.series, marks]) if each.title == "accuracy" else each for each in drawn]
+        question: [replace(each, series=[*each.series, *marks]) if each.title == "accuracy" else each for each in drawn]
         for question, drawn in questions.items()
     }
+
+
+def held_out(summary: dict[str, Any], name: str) -> list[Series]:
+    """Return the evaluated accuracy of a run with its interval, at the RL steps evaluated; [] if there is none."""
+    top, last = summary["headline"], summary["rl"]["steps"]
+    steps = {side: int(side.removeprefix("step ")) for side in summary["sides"] if side.startswith("step ")}
+    steps |= {"before RL": 0, "after RL": last}
+    named = zip(summary["sides"], ("before", "after"), strict=True)
+    ends = [(steps[each], top[side]) for each, side in named if each in steps and top and top[side]]
+    if not ends:
+        return []
+    values, spread = [end["value"] for _, end in ends], [(end["low"], end["high"]) for _, end in ends]
+    return [Series(name, [step for step, _ in ends], values, points=True, spread=spread)]
 
 
 def _lookup(config: Any, dotted: str) -> Any:

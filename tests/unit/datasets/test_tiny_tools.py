@@ -118,6 +118,35 @@ def test_a_trace_has_retools_roles_and_ends_in_a_box(tiny_tools, kind, calls):
     assert right == 40 or kind == "wrong_formula" and right < 10  # a wrong formula may hit by chance
 
 
+@pytest.mark.parametrize("kind", ["mental", "tool", "wrong_formula", "repair", "give_up"])
+def test_a_trace_without_the_tool_asks_and_answers_the_same(tiny_tools, kind):
+    rng = random.Random(kind)
+    for _ in range(40):
+        trace = tiny_tools.task.make_trace(tiny_tools.task.make_problem(rng, split="train"), kind, rng)
+        question, said = tiny_tools.task.without_tool(trace)
+        assert question == trace[0] and said["role"] == "assistant" and "<code>" not in said["content"]
+        box = trace[-1]["content"].rpartition("\\boxed")[2]
+        assert said["content"].endswith(f"\\boxed{box}")
+        if kind not in ("mental", "give_up"):
+            *_, last, _ = said["content"].split(" ")
+            assert last.endswith(f"={box[1:-1]}."), "the last operation gives the answer"
+
+
+def test_a_formula_is_worked_out_operation_by_operation(tiny_tools):
+    assert tiny_tools.task.work_out("(12+3)*40") == "12+3=15. 15*40=600."
+    assert tiny_tools.task.work_out("50*23+20*50") == "50*23=1150. 20*50=1000. 1150+1000=2150."
+    assert tiny_tools.task.work_out("3*(5-9)%7") == "5-9=-4. 3*-4=-12. -12%7=2."
+
+
+def test_text_rl_gets_the_same_problems(tiny_tools):
+    rngs = [random.Random(5), random.Random(5)]
+    for _ in range(50):
+        pair = [tiny_tools.prepare.sft_row(rng, no_tool=no_tool) for rng, no_tool in zip(rngs, (0, 1), strict=True)]
+        assert pair[0]["messages"][0] == pair[1]["messages"][0] and pair[0]["kind"] == pair[1]["kind"]
+        assert len(pair[1]["messages"]) == 2
+    assert rngs[0].random() == rngs[1].random(), "so the problems of RL, drawn afterwards, are the same as well"
+
+
 def test_the_mixture_names_every_kind_and_adds_up(tiny_tools):
     assert sum(tiny_tools.task.TRACE_MIX.values()) == pytest.approx(1.0)
     assert list(tiny_tools.task.TRACE_MIX) == ["mental", "tool", "wrong_formula", "repair", "give_up"]

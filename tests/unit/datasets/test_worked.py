@@ -3,11 +3,12 @@ from contextlib import nullcontext
 import pytest
 from prepare_gsm8k import gold, program
 from prepare_mawps import infix, read_fold, tidy
-from worked import NO_TOOL, Worked, split_apart, trace_of, work_out, write_task
+from worked import NO_TOOL, PROTOCOL, Worked, problem_of, split_apart, trace_of, work_out, write_task
 
-from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.rows import DataError, read_rows
 from verl_ext.datasets.text import bare_problem
 
+FILES = ("sft_train", "sft_val", "rl_train", "eval")
 HEADER = "Question,Numbers,Equation,Answer\n"
 
 
@@ -81,6 +82,23 @@ def test_a_task_without_rows_is_refused(tmp_path):
     with pytest.raises(DataError, match="sft_val.parquet; nothing was written"):
         write_task(tmp_path, sft=some, sft_val=[], rl=some, rl_source="x", evaluation={"x": some})
     assert not [*tmp_path.iterdir()]
+
+
+def test_text_rl_has_the_same_problems_and_traces_without_calls(tmp_path):
+    task = {
+        "sft": [worked("Ann has 3 pens.")],
+        "sft_val": [worked("Ann has 5 pens.")],
+        "rl": [worked("Bob has 9 pens.")],
+    }
+    for protocol in (PROTOCOL, NO_TOOL):
+        evaluation = {"x": [problem_of(worked("Bob has 4 cups."))]}
+        write_task(tmp_path / protocol, **task, rl_source="x", evaluation=evaluation, protocol=protocol)
+    tool, text = (
+        {name: [row for _, row in read_rows(str(tmp_path / protocol / f"{name}.parquet"))] for name in FILES}
+        for protocol in (PROTOCOL, NO_TOOL)
+    )
+    assert all(tool[name] == text[name] for name in ("rl_train", "eval")), "a run's protocol replaces the instructions"
+    assert len(tool["sft_train"][0]["messages"]) == 4 and len(text["sft_train"][0]["messages"]) == 2
 
 
 @pytest.mark.parametrize(("gold", "is_right"), [("1,005", True), ("2010/2", True), ("100500%", True), ("1006", False)])

@@ -95,6 +95,8 @@ def test_the_tiny_model_is_for_a_cpu_and_no_command_replaces_the_stack(
         (["--rl", "trainer.save_freq"], "expected a Hydra override of the form KEY=VALUE"),
         (["--from", "/nowhere"], "--from /nowhere: expected the folder of a quickstart, but it has no stages.json"),
         (["outputs/quickstart"], "unrecognized arguments: outputs/quickstart"),
+        (["--compare", "tool"], "invalid choice: 'tool'"),
+        (["--compare", "text", "--from", "tests/of_tiny"], "--from starts from an SFT with the tool"),
     ],
 )
 def test_a_wrong_argument_is_reported_before_the_install(checkout, arguments, said):

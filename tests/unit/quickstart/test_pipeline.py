@@ -210,6 +210,32 @@ def test_main_takes_the_rung_that_model_names(monkeypatch, tmp_path, arguments, 
     assert (run.rung.name, run.model_path, bool(run.python)) == (name, path, name == "tiny")
 
 
+def test_text_rl_runs_beside_tool_rl_on_the_same_problems_and_a_page_shows_both(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append((run, stages)))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
+    arguments = f"--out {tmp_path}/new --compare text --data=--rl=64 --sft a=1 --rl b=2 --seed 4"
+    monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
+    pipeline.main()
+    (tool, stages), (text, _) = seen
+    assert stages == list(pipeline.STAGES) and (text.seed, text.rung) == (tool.seed, tool.rung)
+    assert (tool.out, text.out) == (tmp_path / "new", tmp_path / "new-text") and text.out.is_dir()
+    assert text.data_args == [*tool.data_args, "--no-tool"] and text.sft == [*tool.sft, "+tool=none_sft"]
+    assert text.rl == [*tool.rl, "+tool=none"]
+    pipeline.report(tool)
+    pipeline.report(text)
+    assert [each.command[3:] for each in tool.supervisor.commands] == [["--run", str(tool.out)]]
+    *_, both = [each.command[3:] for each in text.supervisor.commands]
+    assert both == ["--run", str(tool.out), str(text.out), "--out", str(tool.out)]
+
+
+def test_text_rl_gets_no_sandbox(make_run):
+    run = make_run(rl=["+tool=none"])
+    pipeline.train_rl(run)
+    [rl] = run.supervisor.commands
+    assert rl.env["SANDBOX_URL"] == ""
+
+
 def test_a_run_from_a_small_quickstart_is_small_whatever_model_says(monkeypatch, tmp_path, source):
     journal = json.loads((source / "stages.json").read_text())
     for entry in journal:

@@ -158,6 +158,36 @@ def test_several_runs_stand_side_by_side_with_their_names(folder, rl_run, tmp_pa
     Balance().feed(page)
 
 
+def test_a_comparison_begins_with_accuracy_tokens_and_time(folder, tmp_path):
+    """As the first figure of ReTool's paper: tool RL and text RL."""
+    add_evaluation(folder)
+    add_training(folder)
+    text_run = tmp_path / "text"
+    start_file(
+        text_run,
+        1,
+        range(1, 4),
+        **{"train/acc": 0.2, "train/model_tokens": 30.0, "timing_s/step": 60.0, "filter_groups/generated": 16},
+    )
+    main(["--run", str(folder), str(text_run), "--out", str(tmp_path)])
+    page = (tmp_path / "comparison.html").read_text()
+    assert page.index("Accuracy, length and time") < page.index("Does it learn?")
+    data = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    accuracy, tokens, time = data[:3]
+    assert [each["name"] for each in accuracy["series"]] == ["quickstart", "quickstart, held out", "text"]
+    held_out = accuracy["series"][1]
+    assert [place for place, *_ in held_out["spread"]] == [0, 5] and held_out["points"]
+    assert held_out["spread"][1][1] < 0.875 < held_out["spread"][1][2]
+    assert [each["y"] for each in tokens["series"]] == [[30.0] * 3]
+    lines = {
+        each["name"]: [x for x, y in zip(time["x"], each["y"], strict=True) if y is not None] for each in time["series"]
+    }
+    assert lines["text"] == [1, 2, 3] and time["x_label"] == "minutes of RL steps"
+    assert lines["quickstart"] == pytest.approx([10 / 60, 20 / 60, 22 / 60, 24 / 60, 26 / 60])
+    assert "48" in re.search(r'<th scope="row">text</th>(.*?)</tr>', page)[1], "prompts of three steps"
+    Balance().feed(page)
+
+
 @pytest.mark.parametrize(
     ("problems", "ids", "says"),
     [
