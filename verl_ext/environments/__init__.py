@@ -1,10 +1,11 @@
 """What an episode acts in: tools that it can call, worlds that reply, and who is at fault if a call fails.
 
 `toolbox.py` runs a call: code in the sandbox by `interpreter.py`, or by `notebook.py`, which remembers; other tools by
-verl's interface. `tool_errors.py` is for authors of tools. `python.py` is the sandbox as a verl tool, and
-`shared_client.py` the one sandbox client of a process. `base.py` is the interface, `by_name.py` lists the environments
-that ship: `search.py` looks up a local `corpus.py`, `math_tools.py` runs `math_program.py` in the sandbox,
-`user.py` lets a language model play the user, `mcp_tools.py` has the tools of a server that `mcp_connection.py` starts.
+verl's interface. `tool_errors.py` is for authors of tools, and `threads.py` runs those that are no coroutines.
+`python.py` is the sandbox as a verl tool, and `shared_client.py` the one sandbox client of a process. `base.py` is the
+interface, `by_name.py` makes environments by their names, which stand below: `search.py` looks up a local `corpus.py`,
+`math_tools.py` runs `math_program.py` in the sandbox, `user.py` lets a language model play the user, `mcp_tools.py` has
+the tools of a server that `mcp_connection.py` starts.
 `skyrl_gym.py` and `openenv.py` adapt environments of other projects, whose rewards `rewards.py` turns into scores.
 In: a call. Out: text for the model, or an infrastructure failure.
 """

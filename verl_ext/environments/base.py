@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
+from verl_ext.environments import threads
 from verl_ext.environments.tool_errors import ToolError, who_is_at_fault
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import Fault
@@ -62,7 +63,8 @@ class Environment:
         is_stateless: whether a call that infrastructure failed may be made again; never so with state.
         call_s: seconds that a call of a `tool` may take; None: the run's limit for programs and their queueing. A call
             that takes longer is the model's error, so a tool with a backend needs a shorter limit, after which it
-            raises ToolUnavailable. A tool that is no coroutine works on in its thread.
+            raises ToolUnavailable. A tool that is no coroutine works on in its thread, of which there are few
+            (threads.py).
         writes_first: whether `open` writes the first message of a user if the row has none. Elsewhere the doctor
             refuses such a row.
     """
@@ -101,21 +103,24 @@ class Environment:
         if told := unknown_argument(call, _schemas_of_methods(type(self))[call.tool]):
             return told
         async with self._turn:
-            started, limit = time.perf_counter(), asyncio.timeout(self._limit_s())
+            started, limit = time.perf_counter(), None
             try:
-                async with limit:
-                    if inspect.iscoroutinefunction(method):
-                        said = await method(**call.arguments)
-                    else:
-                        said = await asyncio.to_thread(method, **call.arguments)
-            except Exception as error:  # a tool's code may raise anything
-                if limit.expired():  # its arguments made it work for too long
+                if inspect.iscoroutinefunction(method):
+                    running = method(**call.arguments)
+                else:
+                    running = await threads.begin(method, **call.arguments)
+                    started = time.perf_counter()
+                async with asyncio.timeout(self._limit_s()) as limit:
+                    said = await running
+            except (Exception, SystemExit) as error:  # a tool's code may raise anything
+                error = threads.as_exception(error)
+                if limit is not None and limit.expired():  # its arguments made it work for too long
                     told = f"TimeoutError: no answer within {self._limit_s():g} s"
                     return CallResult(told, error="timeout", run_s=time.perf_counter() - started)
                 fault = who_is_at_fault(error, call.arguments)
                 if fault is Fault.OURS:
                     error.add_note(f"Raised by {type(self).__name__}.{call.tool} for {call.arguments!r:.200}. {REMEDY}")
-                    raise
+                    raise error
                 if fault is Fault.INFRASTRUCTURE:
                     return CallResult("", failure=f"{call.tool}: {error!r}")
                 kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__

@@ -22,7 +22,7 @@ from verl_ext.runs import jsonl, parquet
 
 FORM = 1  # of the index; part of its file's name
 MAX_WORDS = 64  # of a query that count
-SEARCH_S = 5.0  # of a query, after which it is the model's error: common words in a large corpus
+SEARCH_S = 5.0  # of work for a query, after which it is the model's error: common words in a large corpus
 SNIPPET_WORDS = 24
 TEXT_SUFFIXES = (".txt", ".md")
 CACHE_VARIABLE = "RETOOL_CACHE"  # environment variable with the folder of the indexes
@@ -91,7 +91,7 @@ class Corpus:
         """Return the best `top` documents that have a word of the query; any text is a query.
 
         Raises:
-            ToolError: the query has no word, or takes more than SEARCH_S.
+            ToolError: the query has no word, or takes more than SEARCH_S of its thread's time.
             ToolUnavailable: the index cannot be read.
         """
         words = list(dict.fromkeys(_WORD.findall(_encodable(query))))[:MAX_WORDS]
@@ -118,10 +118,10 @@ class Corpus:
         return Page(title, text, pages)
 
     def _rows(self, statement: str, values: tuple) -> list[tuple]:
-        deadline = time.monotonic() + SEARCH_S
+        deadline = time.thread_time() + SEARCH_S
         try:
             with closing(sqlite3.connect(self._index, uri=True)) as index:
-                index.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
+                index.set_progress_handler(lambda: time.thread_time() > deadline, STEPS)
                 return index.execute(statement, values).fetchall()
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorname == "SQLITE_INTERRUPT":

@@ -20,6 +20,7 @@ from verl.tools.tool_registry import load_all_tools
 from verl_ext.environments.base import REMEDY, Environment, Opening, unknown_argument
 from verl_ext.environments.interpreter import Interpreter
 from verl_ext.environments.notebook import Notebook
+from verl_ext.environments.threads import as_exception
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.episode import CallResult
 from verl_ext.outcome import Fault
@@ -155,11 +156,12 @@ class ToolEnvironment(Environment):
                 tried.append(attempt)
             try:
                 return await self._in_time(act())
-            except Exception as error:  # a tool's code may raise anything; a bug is raised again
+            except (Exception, SystemExit) as error:  # a tool's code may raise anything; a bug is raised again
+                error = as_exception(error)
                 fault = who_is_at_fault(error, arguments, is_last=attempt == attempts)
                 if fault is Fault.OURS:
                     error.add_note(f"Raised by the tool {name!r} for the arguments {arguments!r:.200}. {REMEDY}")
-                    raise
+                    raise error
                 if fault is Fault.MODEL:
                     raise _ToldError(error) from error
                 if isinstance(error, ToolUnavailable) or attempt == attempts:

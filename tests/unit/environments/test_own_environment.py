@@ -176,4 +176,4 @@ def test_each_environment_of_a_list_opens_with_what_the_one_before_said(opened):
 def test_a_prompt_shows_a_schema_as_traces_of_sft_do(opened):
     prompt, entry = opened("Second")
     (schema,) = by_name.Environments(entry, None).schemas.values()
-    assert json.dumps(schema) in prompt and "items" not in prompt
+    assert json.dumps(schema) in prompt and "items" in prompt

@@ -110,6 +110,13 @@ def test_a_query_that_takes_too_long_is_the_models_error(search, monkeypatch):
         search.search("tapirs")
 
 
+def test_a_query_that_a_busy_machine_makes_slow_is_no_error_of_the_model(search, monkeypatch):
+    monkeypatch.setattr(corpora, "STEPS", 1)
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(hours)))
+    assert search.search("tapirs").startswith("1. [zoo]")
+
+
 async def test_an_index_that_is_gone_is_the_infrastructures_failure_and_a_damaged_one_too(search, cache):
     (index,) = (cache / "corpora").glob("*.sqlite")
     whole = index.read_bytes()

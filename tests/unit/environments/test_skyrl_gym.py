@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from verl_ext.environments import skyrl_gym
 from verl_ext.environments.by_name import Environments
 from verl_ext.environments.skyrl_gym import SkyRlGym
 from verl_ext.environments.tool_errors import ToolUnavailable
@@ -158,9 +159,22 @@ async def test_whose_error_an_exception_of_a_step_is(guess):
     await environment.close()
 
 
+async def test_a_step_that_takes_too_long_ends_the_episode_with_its_reward_so_far(guess, monkeypatch):
+    monkeypatch.setattr(skyrl_gym, "CLOSE_S", 5.0)
+    environment = await guess(step_s=0.2, success=2.1)
+    await environment.reply("3")
+    guess.kind.gate.clear()
+    assert await environment.reply("slow 7") is None
+    assert (await environment.score(None)).acc == pytest.approx(0.1 / 2.1), "neither excluded nor forgiven"
+    guess.kind.gate.set()
+    await environment.close()
+    assert guess.kind.open == []
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"env": "Guess", "step_s": 600}, "step_s is 600; expected a number of seconds above 0 and below 600"),
         ({"env": "nowhere.py:Guess"}, "cannot be loaded"),
         ({"env": "json:loads"}, "expected a class"),
         ({"env": "NoStep"}, "has no method step"),

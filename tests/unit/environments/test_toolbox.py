@@ -165,6 +165,7 @@ def test_a_tool_that_hangs_holds_no_rollout_and_a_url_of_the_model_makes_it_its_
         fails(FileNotFoundError("no data")),
         fails(PermissionError(errno.EACCES, "Permission denied", "/etc/shadow")),
         lambda what: None,
+        fails(SystemExit(2)),
     ],
     ids=[
         "KeyError",
@@ -178,6 +179,7 @@ def test_a_tool_that_hangs_holds_no_rollout_and_a_url_of_the_model_makes_it_its_
         "no file",
         "no right",
         "None",
+        "exit",
     ],
 )
 def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make, bug):
