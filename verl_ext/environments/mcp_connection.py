@@ -32,10 +32,10 @@ ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
 with open(sys.argv[1] + ".part", "w") as file:
     file.write(str(os.getpid()))
 os.rename(sys.argv[1] + ".part", sys.argv[1])
-os.execv("/bin/sh", ["sh", "-c", sys.argv[2], "sh", *sys.argv[3:]])
+os.execv("/bin/sh", ["sh", "-c", sys.argv[2], os.path.dirname(sys.argv[1]), *sys.argv[3:]])
 """
-# Runs the server with this one's standard input and output, and ends with it; SIGTERM kills the group.
-_KEEPER = 'trap "kill -9 0" TERM; exec 3<&0; "$@" <&3 3<&- & exec <&- >&- 3<&-; wait $!'
+# Runs the server with its own standard input and output, and ends with it. SIGTERM kills the group; $0 is the folder.
+_KEEPER = """trap 'rm -r "$0"; kill -9 0' TERM; exec 3<&0; "$@" <&3 3<&- & exec <&- >&- 3<&-; wait $!"""
 _ENDED = "the server has ended; its state is lost"
 
 

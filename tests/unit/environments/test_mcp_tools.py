@@ -255,7 +255,7 @@ async def test_a_server_that_ignores_its_end_is_killed(opened):
     assert time.monotonic() - started < mcp_connection.CLOSE_S
 
 
-async def test_a_server_ends_with_a_worker_that_is_killed():
+async def test_a_server_ends_with_a_worker_that_is_killed(tmp_path):
     code = (
         "import asyncio, sys\nfrom verl_ext.environments.mcp_tools import Mcp\n"
         "from verl_ext.protocols.base import Call\n"
@@ -264,12 +264,14 @@ async def test_a_server_ends_with_a_worker_that_is_killed():
         "    print((await environment.call(Call('fork', {}, 0))).output, flush=True)\n    await asyncio.sleep(600)\n"
         "asyncio.run(main())"
     )
-    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    command, env = [sys.executable, "-c", code], os.environ | {"TMPDIR": str(tmp_path)}
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     server, child = map(int, worker.stdout.readline().split())
     worker.kill()
     worker.communicate()
     await ended(server)
     await ended(child)
+    assert not [*tmp_path.glob("retool-mcp-*")]
 
 
 @pytest.mark.parametrize("shared", [False, True])
