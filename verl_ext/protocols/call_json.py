@@ -56,8 +56,8 @@ def short(value: Any) -> str:
 def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -> tuple[str, str] | None:
     """Return kind (of MALFORMED_KINDS) and message if an argument is missing or violates the schema; None otherwise.
 
-    Only `type`, `nullable`, `enum` and `required` count, and only those of the arguments themselves: what else a schema
-    says is the tool's to check. So are arguments that it does not have: code runs whatever the model adds to it.
+    `type`, `nullable`, `enum`, `required`, `properties` and `items` count, at any depth; what else a schema says is the
+    tool's to check. So are arguments that it does not have: code runs whatever the model adds to it.
 
     Args:
         parameters: those of the tool's schema.
@@ -68,17 +68,31 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], n
         if argument not in arguments:
             return "missing_argument", f"{name} needs the argument {argument!r}"
     for argument, value in arguments.items():
-        schema = properties.get(argument) or {}
-        kind, allowed = schema.get("type"), schema.get("enum")
-        if value is None and schema.get("nullable"):  # as transformers writes `int | None`
-            continue
-        if not _has_type(value, kind):
-            return "missing_argument", f"{name}: {argument!r} must be {kind}, got {short(value)}"
-        if allowed and value not in allowed:
-            return "missing_argument", f"{name}: {argument!r} must be one of {allowed}, got {short(value)}"
+        if told := _violation(value, properties.get(argument), repr(argument)):
+            return "missing_argument", f"{name}: {told}"
         if not _is_plain(argument) or not _is_plain(value):
             return "bad_json", f"{name}: {argument!r} has a character that is not valid in text, got {short(value)}"
     return None
+
+
+def _violation(value: Any, schema: Any, where: str) -> str | None:
+    """Return what is wrong with a value, in words; `where`: its place in the call."""
+    if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):  # transformers' `int | None`
+        return None
+    kind, allowed = schema.get("type"), schema.get("enum")
+    if not _has_type(value, kind):
+        return f"{where} must be {kind}, got {short(value)}"
+    if allowed and value not in allowed:
+        return f"{where} must be one of {allowed}, got {short(value)}"
+    inner: list[tuple[Any, Any, str]] = []
+    if isinstance(value, list):
+        inner = [(each, schema.get("items"), f"{where}[{i}]") for i, each in enumerate(value)]
+    elif isinstance(value, dict):
+        if missing := [name for name in schema.get("required") or [] if name not in value]:
+            return f"{where} needs {missing[0]!r}, got {short(value)}"
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        inner = [(each, known.get(name, others), f"{where}[{name!r}]") for name, each in value.items()]
+    return next(filter(None, (_violation(*each) for each in inner)), None)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

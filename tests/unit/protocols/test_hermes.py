@@ -177,6 +177,29 @@ def test_a_value_of_another_type_is_the_models_error(tokenizer, kind, right, wro
     assert call.arguments == {"it": right}
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ({"a": ["x"]}, {"a": ["x", 1]}, "'it'['a'][1] must be string, got 1"),
+        ({"b": {"n": 1}}, {"b": {}}, "'it'['b'] needs 'n', got {}"),
+        ({"b": {"n": None}}, {"b": {"n": "1"}}, "'it'['b']['n'] must be integer, got \"1\""),
+        ({"other": 1.5}, {"other": "c"}, "'it'['other'] must be number, got \"c\""),
+        ({"c": "p"}, {"c": "q"}, "'it'['c'] must be one of ['p'], got \"q\""),
+        ({"any": [{}]}, {"a": {}}, "'it'['a'] must be array, got {}"),
+    ],
+)
+def test_the_inside_of_an_argument_is_checked_before_a_tool_trusts_its_types(tokenizer, right, wrong, told):
+    """Else a list with a number in it would be a bug of the tool, raised, which excludes the group: for sale."""
+    number = {"type": "object", "properties": {"n": {"type": "integer", "nullable": True}}, "required": ["n"]}
+    known = {"a": {"type": "array", "items": {"type": "string"}}, "b": number, "c": {"enum": ["p"]}, "any": True}
+    it = {"type": "object", "properties": known, "additionalProperties": {"type": "number"}}
+    tools = {"ask": {"function": {"parameters": {"properties": {"it": it}}}}}
+    (call,) = HermesProtocol(tokenizer).parse(call_text("ask", it=right), tools, ended=True)
+    assert call.arguments == {"it": right}
+    (error,) = HermesProtocol(tokenizer).parse(call_text("ask", it=wrong), tools, ended=True)
+    assert error.kind == "missing_argument" and told in str(error)
+
+
 def test_null_is_a_value_where_the_schema_says_so(tokenizer):
     it = {"type": "string", "enum": ["a"], "nullable": True}
     for schema in (it, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"type": ["integer", "null"]}):
