@@ -84,12 +84,13 @@ def test_what_is_missing_is_said(student, tmp_path, capsys):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_a_command_that_is_killed_loses_no_problem_and_asks_none_twice_but_those_in_flight(student, tmp_path, sandbox):
     """Killed at twenty random moments, with four samples in flight."""
     asked: Counter[str] = Counter()
 
     def say(messages: list[dict[str, Any]]) -> Any:
-        if len(messages) == 2:
+        if len(messages) == 2:  # the system prompt and a problem
             asked[messages[-1]["content"]] += 1
         time.sleep(0.02)
         return solve(messages)
@@ -108,4 +109,4 @@ def test_a_command_that_is_killed_loses_no_problem_and_asks_none_twice_but_those
         subprocess.run(command, check=True, env=os.environ)
     rows = [row for file in out.rglob("val_*.parquet") for row in pq.read_table(file).to_pylist()]
     assert len(rows) == 400 == len({row["uid"] for row in rows}) and {row["acc"] for row in rows} == {1.0}
-    assert len(asked) == 400 + 1 and sum(asked.values()) - asked["Say yes."] <= 400 + 20 * 4
+    assert len(asked) == 400 and sum(asked.values()) <= 400 + 20 * 4
