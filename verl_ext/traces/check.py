@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 Found = Iterator[Trace | Unread]
 Finish = Callable[["Gate", Trace], Awaitable[Trace]]
-GIVE_UP_AFTER = 16  # traces in a row that could not be checked
+GIVE_UP_AFTER = 16  # traces in a row with programs that could not be run
 
 
 class CannotCheck(RuntimeError):
-    """GIVE_UP_AFTER traces in a row could not be checked, because sandbox, tool or verifier failed."""
+    """The programs of GIVE_UP_AFTER traces in a row could not be run, because sandbox or tool failed."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -187,12 +187,12 @@ async def _check_one(
         return True
     checked = await gate.check(found, finish)
     spool.add(number, checked)
-    if checked.left is None or checked.left.reason != Reason.NOT_CHECKED:
+    if checked.has_run:
         in_a_row.clear()
-    else:
+    elif checked.is_down:
         in_a_row.append(checked.left.detail)
         if len(in_a_row) >= GIVE_UP_AFTER:
-            raise CannotCheck(f"The last {GIVE_UP_AFTER} traces could not be checked: {in_a_row[-1]}")
+            raise CannotCheck(f"The programs of the last {GIVE_UP_AFTER} traces could not be run: {in_a_row[-1]}")
     return checked.left is not None
 
 

@@ -25,7 +25,7 @@ from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, TraceTurn, conversation_of, rendered_trace, split_trace
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, verify_response
 from verl_ext.rollout.ways import Way, Ways
-from verl_ext.settings import REPO, FailedSamples
+from verl_ext.settings import REPO
 from verl_ext.traces.rerun import NotRun, check_outputs, run_calls
 from verl_ext.traces.trace import LeftOut, Reason, Trace
 
@@ -62,10 +62,13 @@ class Checked:
     score: Score | None = None
     codes: list[str] = field(default_factory=list)  # its programs, and the arguments of its other calls as JSON
     text: str = ""  # what the model wrote
+    is_down: bool = False  # sandbox or tool failed
 
     @property
-    def length(self) -> int:
-        return len(self.text)
+    def has_run(self) -> bool:
+        """Return whether its calls were run again, so sandbox and tools are well."""
+        ran = self.left is None or self.left.reason in (Reason.OUTPUT_DIFFERS, Reason.NOT_DETERMINISTIC)
+        return bool(self.codes) and ran
 
 
 class Gate:
@@ -91,7 +94,6 @@ class Gate:
         )
         self._ways = Ways(config, None, make, tokenizer, load_tools(multi_turn, REPO))
         self._verifiers = Verifiers.of_run(config)
-        self._retries = FailedSamples.from_config(config).retries
 
     async def check(self, trace: Trace, finish: Any = None) -> Checked:
         """Return the trace with the first reason to leave it out, if there is one.
@@ -110,7 +112,7 @@ class Gate:
         except LeftOut as why:
             checked.left = why
         except NotRun as error:
-            checked.left = LeftOut(Reason.NOT_CHECKED, str(error))
+            checked.left, checked.is_down = LeftOut(Reason.NOT_CHECKED, str(error)), True
         return checked
 
     async def results(self, trace: Trace, calls: Sequence[Call]) -> list[CallResult]:
@@ -120,7 +122,7 @@ class Gate:
             NotRun: sandbox or tool failed.
         """
         turns = [TraceTurn("", [call]) for call in calls]
-        return await run_calls(self._ways.of(trace.task), _task_of(trace), turns, self._retries)
+        return await run_calls(self._ways.of(trace.task), _task_of(trace), turns)
 
     async def _check(self, checked: Checked) -> None:
         trace, rules = checked.trace, self._rules
@@ -140,7 +142,7 @@ class Gate:
         if rules.computed and checked.codes and all(map(is_literal, checked.codes)):
             raise LeftOut(Reason.LITERAL_ONLY, "no program computes anything")
         try:
-            await check_outputs(way, _task_of(trace), turns, self._retries)
+            await check_outputs(way, _task_of(trace), turns)
         except ValueError as error:
             raise DataError(f"{trace.source}, {trace.id}: its environment refuses it: {error}") from error
 

@@ -17,7 +17,7 @@ from verl_ext.traces.trace import LeftOut, Reason
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # at running a trace whose environment failed
+ATTEMPTS = 2  # at running a trace; a call to the sandbox is itself repeated for `retool.sandbox.queue_timeout_s`
 _CUT = re.compile(r"(?:\A|\n)\[\.\.\. (\d{1,12}) characters cut \.\.\.\](?:\n|\Z)")  # of protocols.base.cut_output
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 _BLANKS = re.compile(r"[ \t\r]+(?=\n|\Z)")
@@ -27,12 +27,11 @@ class NotRun(RuntimeError):
     """Sandbox or tool failed, so the outputs are not known."""
 
 
-async def check_outputs(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> None:
+async def check_outputs(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn]) -> None:
     """Check that the calls of a trace say what it has stored; if they do not, once more.
 
     Args:
         task: the row that the environment opens with.
-        retries: as in `Life.run`.
     Raises:
         LeftOut: an output differs, or two runs differ from each other, or there is no such tool.
         NotRun: the infrastructure failed.
@@ -41,10 +40,10 @@ async def check_outputs(way: Way, task: Mapping[str, Any], turns: Sequence[Trace
     if not any(turn.calls for turn in turns):
         return
     stored = [output for turn in turns for output in turn.outputs]
-    first = [result.output for result in await run_calls(way, task, turns, retries)]
+    first = [result.output for result in await run_calls(way, task, turns)]
     if (number := _first_difference(stored, first)) is None:
         return
-    second = [result.output for result in await run_calls(way, task, turns, retries)]
+    second = [result.output for result in await run_calls(way, task, turns)]
     if (other := _first_difference(first, second)) is not None:
         why = f"call {other + 1} said {_short(first[other])} and then {_short(second[other])}"
         raise LeftOut(Reason.NOT_DETERMINISTIC, why)
@@ -70,14 +69,14 @@ def is_shown(stored: str, said: str) -> bool:
     return at == len(said)
 
 
-async def run_calls(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> list[CallResult]:
+async def run_calls(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn]) -> list[CallResult]:
     """Return what the tools say to all calls, in order, in a new environment.
 
     Args, Raises: as `check_outputs`.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return await _run_once(way, task, turns, retries)
+            return await _run_once(way, task, turns)
         except NotRun as error:
             if attempt == ATTEMPTS:
                 raise
@@ -85,7 +84,7 @@ async def run_calls(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn
     raise AssertionError  # the last attempt returns or raises
 
 
-async def _run_once(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn], retries: int) -> list[CallResult]:
+async def _run_once(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn]) -> list[CallResult]:
     said: list[CallResult] = []
     async with Life(way).opened(task) as life:
         if life.failure:
@@ -95,7 +94,7 @@ async def _run_once(way: Way, task: Mapping[str, Any], turns: Sequence[TraceTurn
             if unknown := [call.tool for call in turn.calls if call.tool not in tools]:
                 there = ", ".join(tools) or "none"
                 raise LeftOut(Reason.NOT_A_TRACE, f"a call of {unknown[0]!r}; the tools of the run are {there}")
-            for result, _ in await life.run([_as_run(call) for call in turn.calls], retries):
+            for result, _ in await life.run([_as_run(call) for call in turn.calls], retries=0):
                 if result.failure:
                     raise NotRun(result.failure)
                 said.append(result)

@@ -153,10 +153,10 @@ def test_nothing_is_written_if_the_sandbox_is_down(check, make_rows, tmp_path, m
     from verl_ext.traces import rerun
 
     monkeypatch.setattr(rerun, "ATTEMPTS", 1)
-    rows = make_rows(40, ("tool",))
+    rows = make_rows(60, ("tool", "mental"))
     down = ["--sandbox-url", "http://127.0.0.1:9", "--set", "retool.sandbox.queue_timeout_s=1"]
-    with pytest.raises(SystemExit, match="The last 16 traces could not be checked"):
-        check(rows, *down, "--set", "retool.validation.retries=0")
+    with pytest.raises(SystemExit, match="The programs of the last 16 traces could not be run"):
+        check(rows, *down)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -164,7 +164,7 @@ def test_what_could_not_be_checked_is_listed_and_ends_with_an_error(check, make_
     rows = make_rows(3, ("mental",)) + make_rows(2, ("tool",), seed=5)
     down = ["--sandbox-url", "http://127.0.0.1:9", "--set", "retool.sandbox.queue_timeout_s=1"]
     with pytest.raises(SystemExit, match="2 could not be checked; the same command tries them again"):
-        check(rows, *down, "--set", "retool.validation.retries=0")
+        check(rows, *down)
     assert parquet.count_rows(tmp_path / "out" / "kept.parquet") == 3
     lines = [json.loads(line) for line in (tmp_path / "out" / "kept.left_out.jsonl").read_text().splitlines()]
     assert [line["reason"] for line in lines] == ["not_checked"] * 2
