@@ -64,31 +64,37 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
 
 def figure(compared: Sequence[Compared]) -> dict[str, list[Chart]]:
     """Return the charts of accuracy over steps, with the evaluations and their intervals, of tokens, and over time."""
-    by_step, tokens, by_time = [], [], []
+    by_step, tokens, by_time, marks = [], [], [], []
     for each in compared:
         rl = each.run.rl
         steps, accs = rl.curve("train/acc")
         if steps:
-            minutes = dict(zip(*training_minutes(rl), strict=True))
-            timed = [(minutes[step], acc) for step, acc in zip(steps, accs, strict=True) if step in minutes]
+            seconds = dict(zip(*training_seconds(rl), strict=True))
+            timed = [(seconds[step], acc) for step, acc in zip(steps, accs, strict=True) if step in seconds]
             by_step.append(Series(each.name, steps, accs))
             by_time += [Series(each.name, *map(list, zip(*timed, strict=True)))] if timed else []
-        by_step += held_out(each.summary, f"{each.name}, held out")
+        marks += held_out(each.summary, f"{each.name}, held out")
         steps, lengths = rl.curve("train/model_tokens")
         tokens += [Series(each.name, steps, lengths)] if steps else []
     drawn = [
-        ("accuracy and evaluations", by_step, "share right; points: held out, with interval", "RL step", [0, 1]),
+        (
+            "accuracy and evaluations",
+            [*by_step, *marks],
+            "share right; points: held out, with interval",
+            "RL step",
+            [0, 1],
+        ),
         ("tokens of a response", tokens, "tokens that the model wrote", "RL step", [0]),
-        ("accuracy over time", by_time, "share right", "minutes of RL steps", [0, 1]),
+        ("accuracy over time", by_time, "share right", "seconds of RL steps", [0, 1]),
     ]
     found = [Chart(title, series, unit, x, include=include) for title, series, unit, x, include in drawn if series]
     return {"Accuracy, length and time": found} if found else {}
 
 
-def training_minutes(rl: Metrics) -> tuple[list[int], list[float]]:
-    """Return the RL steps and the minutes from the first one's begin to the end of each, without start-ups."""
+def training_seconds(rl: Metrics) -> tuple[list[int], list[float]]:
+    """Return the RL steps and the seconds from the first one's begin to the end of each, without start-ups."""
     steps, seconds = rl.curve("timing_s/step")
-    return steps, [total / 60 for total in accumulate(seconds)]
+    return steps, [*accumulate(seconds)]
 
 
 def header() -> list[str]:
@@ -102,7 +108,7 @@ def row(each: Compared) -> list[str]:
     top, trained = summary["headline"], summary["sft" if each.run.kind == "sft" else "rl"]
     figures = (summary["evaluation"]["after"] or summary["evaluation"]["before"]).get(top["group"]) if top else None
     difference = (each.difference or {}).get(top["group"]) if top else None
-    _, minutes = training_minutes(each.run.rl)
+    _, seconds = training_seconds(each.run.rl)
     length = figures["metrics"]["model_tokens"] if figures else None
     return [
         each.name,
@@ -114,7 +120,7 @@ def row(each: Compared) -> list[str]:
         points(difference["metrics"]["acc/mean@k"]) if difference else "-",
         f"{length['value']:.0f}" if length else "-",
         percent(figures["metrics"]["tool/error_rate"], interval=False) if figures else "-",
-        duration(60 * minutes[-1]) if minutes else "-",
+        duration(seconds[-1]) if seconds else "-",
         duration(summary["rl"]["warm_step"]["median_s"]) if summary["rl"]["warm_step"] else "-",
         "; ".join(start_texts(trained["starts"])) or ("1" if trained["starts"] else "-"),
     ]

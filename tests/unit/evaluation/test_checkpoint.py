@@ -196,6 +196,8 @@ def test_an_rl_run_is_evaluated_with_its_own_settings_and_sft_with_those_of_its_
     assert settings_of(tmp_path) == (str(config), [])
     config.write_text("data: {retool: {protocol: hermes}}\ntrainer: {experiment_name: qwen2-32b_sft}\n")
     assert settings_of(tmp_path) == ("qwen2-32b_dapo", ["retool.protocol=hermes"])
+    config.write_text("data: {retool: {protocol: text}}\ntrainer: {experiment_name: tiny_sft}\n")
+    assert settings_of(tmp_path) == ("tiny_dapo", ["+tool=none"]), "and so without a tool"
     config.write_text("data: {}\ntrainer: {experiment_name: mine}\n")
     with pytest.raises(CheckpointError, match="'mine', but there is no configs/mine_dapo.yaml"):
         settings_of(tmp_path)

@@ -174,16 +174,16 @@ def test_a_comparison_begins_with_accuracy_tokens_and_time(folder, tmp_path):
     assert page.index("Accuracy, length and time") < page.index("Does it learn?")
     data = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     accuracy, tokens, time = data[:3]
-    assert [each["name"] for each in accuracy["series"]] == ["quickstart", "quickstart, held out", "text"]
-    held_out = accuracy["series"][1]
+    assert [each["name"] for each in accuracy["series"]] == ["quickstart", "text", "quickstart, held out"]
+    held_out = accuracy["series"][2]
     assert [place for place, *_ in held_out["spread"]] == [0, 5] and held_out["points"]
     assert held_out["spread"][1][1] < 0.875 < held_out["spread"][1][2]
     assert [each["y"] for each in tokens["series"]] == [[30.0] * 3]
     lines = {
         each["name"]: [x for x, y in zip(time["x"], each["y"], strict=True) if y is not None] for each in time["series"]
     }
-    assert lines["text"] == [1, 2, 3] and time["x_label"] == "minutes of RL steps"
-    assert lines["quickstart"] == pytest.approx([10 / 60, 20 / 60, 22 / 60, 24 / 60, 26 / 60])
+    assert lines["text"] == [60, 120, 180] and time["x_label"] == "seconds of RL steps"
+    assert lines["quickstart"] == pytest.approx([10, 20, 22, 24, 26])
     assert "48" in re.search(r'<th scope="row">text</th>(.*?)</tr>', page)[1], "prompts of three steps"
     Balance().feed(page)
 
