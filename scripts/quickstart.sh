@@ -9,7 +9,11 @@ Usage: bash scripts/quickstart.sh [options]
 Set up .venv (3.0 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
 with the real verl and vLLM, on a CPU. Run it again to reuse finished stages and resume an interrupted one.
   --model NAME      tiny (default): 390,000 random parameters, minutes. small: SmolLM2-135M-Instruct with weights from
-                    4 bits, or the Hugging Face folder or hub name in the variable MODEL_PATH; about an hour
+                    4 bits, about an hour. Or a Hugging Face folder or hub name
+  --data FILE       your own problems with answers, JSONL or parquet, in outputs/FILE; the next three go with it
+  --traces FILE     traces of problems like these for SFT, from python -m verl_ext.traces; the tiny model needs them
+  --tools FILE.py   functions that the model can call
+  --reward FILE.py:NAME[=WEIGHT]  a function of (episode, row) that is added to the reward; also without --data
   --stage STAGE     run only this stage: data, sft, merge, rl, eval or report (may be repeated)
   --fresh           delete the output folder first
   --out DIR         the output folder; default: outputs/quickstart, with --model small outputs/small, with --from FOLDER
@@ -18,7 +22,7 @@ with the real verl and vLLM, on a CPU. Run it again to reuse finished stages and
                     --rl KEY=VALUE
   --compare text    also without the tool, on the same problems: text RL from its own SFT, in OUT-text; a page shows both
   --seed N          for data, initial weights and sampling; default: 0
-  --data ARG        argument of data/tiny_tools/prepare.py or data/small/prepare.py (may be repeated, like the next two)
+  --prepare ARG     argument of data/tiny_tools/prepare.py or data/small/prepare.py (may be repeated, like the next two)
   --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml or smollm2_sft.yaml
   --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml or smollm2_dapo.yaml
 Relative paths start at the repository's root. The tiny model uses the CPU even if there is a GPU; the small one uses

@@ -8,6 +8,7 @@ digit by digit. The model is a Qwen2 of two layers with about 390,000 parameters
 
 import argparse
 import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +31,11 @@ def build_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizer
         problem = make_problem(rng, split="train")
         kind = rng.choice(list(TRACE_MIX))
         corpus += [message["content"] for message in make_trace(problem, kind, rng)]
+    return train_tokenizer(corpus, vocab_size, PROTOCOL_TOKENS)
+
+
+def train_tokenizer(corpus: Iterable[str], vocab_size: int, tags: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `vocab_size` tokens, among them `tags`, on a text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -41,7 +47,7 @@ def build_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizer
     bpe.train_from_iterator(
         corpus,
         trainers.BpeTrainer(
-            vocab_size=vocab_size - len(PROTOCOL_TOKENS),
+            vocab_size=vocab_size - len(tags),
             special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -50,13 +56,16 @@ def build_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizer
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=1024
     )
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PROTOCOL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Build a Qwen2 with random weights. Heads are 32 wide because vLLM's CPU attention refuses 16 (0.28.0)."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, *, positions: int = 1024) -> Qwen2ForCausalLM:
+    """Build a Qwen2 with random weights, for at most `positions` tokens.
+
+    Heads are 32 wide because vLLM's CPU attention refuses 16 (0.28.0).
+    """
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -65,7 +74,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         overrides = ("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}")
         run(CONTROL, out / "control", first, "--from", str(source), *overrides)
     if args.model == "small" and NO_TOOL not in made:
-        without = ("--data=--no-tool", "--sft=+tool=none_sft", "--rl=+tool=none")
+        without = ("--prepare=--no-tool", "--sft=+tool=none_sft", "--rl=+tool=none")
         run(NO_TOOL, out / "no_tool", first, *model, *without)
     print(f"\n{table(args.model, results.rows)}")
 

@@ -29,7 +29,7 @@ os.environ.setdefault(MARK, uuid4().hex)
 OWN_SERVER = {EXECUTABLE_VARIABLE: ""}  # for `launch` and `pipeline`, see `python`
 # The longest tests begin first: if one began last, one process would wait for the other.
 LONG = ("test_resume.py", "test_failures.py", "test_launchers.py", "test_server_deaths.py", "test_gpu_stages.py")
-SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
+SMALL_DATA = ["--prepare=--sft=2000", "--prepare=--rl=256", "--prepare=--test=16", "--prepare=--ood=8"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

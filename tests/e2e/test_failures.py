@@ -252,7 +252,7 @@ def hermes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("hermes")
     sft = ("trainer.total_training_steps=60", "data.retool.protocol=hermes", "data.max_length=512")
     stages = ("--stage=data", "--stage=sft", "--stage=merge")
-    pipeline(out, "--data=--sft=4000", *stages, *(f"--sft={override}" for override in sft))  # 62 steps of 64
+    pipeline(out, "--prepare=--sft=4000", *stages, *(f"--sft={override}" for override in sft))  # 62 steps of 64
     return out
 
 

@@ -16,7 +16,7 @@ from verl_ext.cpu.patches import round_products
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 # The pipeline starts run_smollm2_sft.sh and run_smollm2_dapo.sh.
-ROWS = ["--data=--sft=40", "--data=--sft-val=4", "--data=--rl=40", "--data=--test=6", "--data=--svamp=2"]
+ROWS = ["--prepare=--sft=40", "--prepare=--sft-val=4", "--prepare=--rl=40", "--prepare=--test=6", "--prepare=--svamp=2"]
 STEPS = [
     *("--sft=trainer.total_training_steps=2", "--sft=data.train_batch_size=4", "--sft=trainer.save_freq=2"),
     *("--rl=trainer.total_training_steps=2", "--rl=trainer.save_freq=1", "--rl=data.train_batch_size=2"),

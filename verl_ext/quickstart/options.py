@@ -24,11 +24,16 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     )
     parser.add_argument(
         "--model",
-        choices=DEFAULT_OUT,
         default="tiny",
         help="tiny (default): 390,000 random parameters, takes minutes; small: SmolLM2-135M-Instruct with weights "
-        "from 4 bits, or the Hugging Face folder or hub name in MODEL_PATH, takes about an hour",
+        "from 4 bits, takes about an hour; or a Hugging Face folder or hub name",
     )
+    own = parser.add_argument_group("what is yours").add_argument
+    own("--data", type=Path, metavar="FILE", help="your problems with answers: JSONL or parquet")
+    own("--traces", type=Path, metavar="FILE", help="traces for SFT; the tiny model needs them with --data")
+    own("--tools", type=Path, metavar="FILE.py", help="functions that the model can call; needs --data and traces")
+    what = "function of (episode, row), added to the reward; FILE.py alone means all of its public functions"
+    own("--reward", action="append", default=[], metavar="FILE.py:NAME[=WEIGHT]", help=what)
     parser.add_argument("--stage", choices=STAGES, action="append", help="run only this stage (may be repeated)")
     parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
     parser.add_argument(
@@ -50,7 +55,7 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)")
     for option, metavar, what in (
-        ("--data", "ARG", "argument of data/tiny_tools/prepare.py or data/small/prepare.py"),
+        ("--prepare", "ARG", "argument of data/tiny_tools/prepare.py or data/small/prepare.py"),
         ("--sft", "KEY=VALUE", "Hydra override of configs/tiny_sft.yaml or smollm2_sft.yaml"),
         ("--rl", "KEY=VALUE", "Hydra override of configs/tiny_dapo.yaml or smollm2_dapo.yaml"),
     ):
@@ -60,22 +65,50 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
         for override in getattr(args, option):
             if "=" not in override and not override.startswith("~"):
                 parser.error(f"--{option} {override}: expected a Hydra override of the form KEY=VALUE")
+    args.model_path = "" if args.model in DEFAULT_OUT else args.model
+    if args.model_path:
+        args.model = "small"  # whose settings an existing model gets
     args.out = args.out.resolve() if args.out else None
+    _check_own(parser, args)
     if args.source:
         args.source = args.source.resolve()
         if not (args.source / JOURNAL).is_file():
             parser.error(f"--from {args.source}: expected the folder of a quickstart, but it has no {JOURNAL}")
         if args.compare:
             parser.error("--from starts from an SFT with the tool, but --compare text needs another SFT; use --out")
-        if args.data or args.sft:
-            parser.error("--from reuses data and SFT as they are, so --data and --sft cannot be set with it")
+        if args.data or args.prepare or args.sft:
+            parser.error("--from reuses data and SFT as they are: --data, --prepare and --sft cannot be set with it")
         if args.out == args.source:
             parser.error(f"--from {args.source} and --out are the same folder; the new run needs another one")
         if args.out in args.source.parents:
             parser.error(f"--out {args.out} contains the folder of --from; the new run needs another one")
     elif not args.out:
-        args.out = DEFAULT_OUT[args.model]
+        args.out = REPO / "outputs" / args.data.stem if args.data else DEFAULT_OUT[args.model]
     return args
+
+
+def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command if the user's files are missing, or do not go together."""
+    for name in ("data", "traces", "tools"):
+        path = getattr(args, name)
+        if path and not path.exists():
+            parser.error(f"--{name} {path}: there is no such file")
+        setattr(args, name, path.resolve() if path else None)
+    for each in args.reward:
+        if not Path(each.partition(":")[0]).is_file():
+            parser.error(f"--reward {each}: there is no such file; expected FILE.py or FILE.py:NAME")
+    if not args.data:
+        if args.traces or args.tools:
+            parser.error("--traces and --tools need --data, the problems that they are for")
+        return
+    if args.compare:
+        parser.error("--compare text has no SFT without the tool for your own data. Run RL twice, once with +tool=none")
+    needs = "what a model must have seen before rewards can teach it. A teacher makes them of your problems: "
+    needs += "python -m verl_ext.traces sample --help"
+    if args.model == "tiny" and not args.traces:
+        parser.error(f"the tiny model starts from random weights: give --traces, {needs}. Or take --model small")
+    if args.tools and not args.traces and not args.model_path:
+        parser.error(f"the small model has never called your tools: give --traces, {needs}")
 
 
 def model_of(args: argparse.Namespace) -> str:

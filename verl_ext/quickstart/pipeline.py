@@ -25,6 +25,7 @@ from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 from verl_ext.evaluation.checkpoint import merge_command, put_merged
 from verl_ext.quickstart import disk
 from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
+from verl_ext.quickstart.own import Own, read_rewards
 from verl_ext.quickstart.rungs import RUNGS, Rung
 from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
 from verl_ext.quickstart.source import NoSource, Source, find_source
@@ -56,13 +57,14 @@ class Quickstart:
 
     out: Path
     seed: int
-    data_args: list[str]
+    data_args: list[str]  # of the rung's prepare.py
     sft: list[str]
     rl: list[str]
     supervisor: Supervisor | None  # while it runs
     source: Source | None = None  # the quickstart whose data and SFT this one uses
     rung: Rung = RUNGS["tiny"]
     model_path: str = ""  # an existing model, a folder or a name on the hub; "": the rung's own is built
+    own: Own = Own()
     beside: Path | None = None  # the quickstart that it is compared with
     python: str = ""  # of warm_python, for all stages; "": each has its own
 
@@ -78,16 +80,32 @@ class Quickstart:
 
     def sandbox(self) -> AbstractContextManager[str]:
         """Start a sandbox for a launcher and give its address; "" for text RL, which needs none."""
-        return nullcontext("") if NO_TOOL["rl"] in self.rl else running_server(options=SANDBOX_OPTIONS)
+        if NO_TOOL["rl"] in self.rl:
+            return nullcontext("")
+        return running_server() if self.own.data else running_server(options=SANDBOX_OPTIONS)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Return the steps that are left out: an existing model without traces goes straight to RL on own problems."""
+        return ("sft", "merge_sft") if self.own.data and self.model_path and not self.own.traces else ()
+
+    @property
+    def policy(self) -> Path | str:
+        """Return the model that RL starts from."""
+        return self.model_path if self.skipped else self.out / "sft" / "merged"
+
+    @property
+    def rl_overrides(self) -> list[str]:
+        return [*self.own.rl_overrides(self.out / "data"), *self.rl]
 
     def settings(self, step: str) -> dict[str, object]:
         """Return the settings that the result of a step depends on."""
         if self.source and step in TAKEN_STEPS:
             return self.source.settings[step] | {"from": self.source.digests}
-        task = self.rung.task_digest()
+        task, own = self.rung.task_digest(), {"own": found} if (found := self.own.digests()) else {}
         if self.source:
-            return {"seed": self.seed, "task": task, "from": self.source.digests, "rl": self.rl}
-        model = {"model": self.rung.name, "model_path": self.model_path}
+            return {"seed": self.seed, "task": task, "from": self.source.digests, "rl": self.rl, **own}
+        model = {"model": self.rung.name, "model_path": self.model_path, **own}
         settings: dict[str, object] = {"seed": self.seed, "task": task, "data": self.data_args, **model}
         if step != "data":
             settings["sft"] = self.sft
@@ -97,27 +115,37 @@ class Quickstart:
 
 
 def make_data(run: Quickstart) -> None:
-    """Make word problems, and tokenizer and initial model unless they exist."""
+    """Make word problems or take the user's, and make tokenizer and initial model unless they exist."""
     prepare, build = (str(run.rung.tools / name) for name in ("prepare.py", "build_model.py"))
-    seed = ["--seed", str(run.seed)]
-    log = run.out / "data.log"
-    run.supervisor.run([sys.executable, prepare, "--out", str(run.out / "data"), *seed, *run.data_args], log=log)
-    if not run.model_path:
-        weights_seed = seed if run.rung.model_seed else []
-        run.supervisor.run([sys.executable, build, "--out", str(run.out / "model"), *weights_seed], log=log)
+    seed, own, data, model = ["--seed", str(run.seed)], run.own, run.out / "data", run.out / "model"
+    commands = []
+    if not own.data or not (own.traces or run.skipped):  # also for own problems, the SFT of an untaught model
+        commands.append([sys.executable, prepare, "--out", str(data), *seed, *run.data_args])
+    if own.data:
+        commands.append(own.prepare_command(data))
+    if own.data and run.rung is RUNGS["tiny"]:
+        commands.append(own.build_command(data, model, run.seed))
+    elif not run.model_path:
+        commands.append([sys.executable, build, "--out", str(model), *(seed if run.rung.model_seed else [])])
+    if own.data:
+        configs = (run.rung.config("rl"), run.rung.config("sft"))
+        commands.append(own.lengths_command(data, run.model_path or str(model), *configs))
+    for command in commands:
+        run.supervisor.run(command, log=run.out / "data.log")
 
 
 def train_sft(run: Quickstart) -> None:
     out = run.out / "sft"
     model = run.model_path or str(run.out / "model")
-    run.launch(run.rung.sft_launcher, run.sft, out, out / "log.txt", show_sft_progress, MODEL_PATH=model)
+    overrides = [*run.own.sft_overrides(run.out / "data"), *run.sft]
+    run.launch(run.rung.sft_launcher, overrides, out, out / "log.txt", show_sft_progress, MODEL_PATH=model)
 
 
 def train_rl(run: Quickstart) -> None:
-    model, out = str(run.out / "sft" / "merged"), run.out / "rl"
+    out = run.out / "rl"
     with run.sandbox() as url:
-        environment = {"MODEL_PATH": model, "SANDBOX_URL": url}
-        run.launch(run.rung.rl_launcher, run.rl, out, out / "log.txt", show_rl_progress, **environment)
+        environment = {"MODEL_PATH": str(run.policy), "SANDBOX_URL": url}
+        run.launch(run.rung.rl_launcher, run.rl_overrides, out, out / "log.txt", show_rl_progress, **environment)
 
 
 def merge(run: Quickstart, name: str) -> None:
@@ -143,11 +171,11 @@ def merge(run: Quickstart, name: str) -> None:
 
 def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
-    model = run.out / ("sft" if when == "before" else "rl") / "merged"
+    model = run.policy if when == "before" else run.out / "rl" / "merged"
     target = run.out / "eval" / when
     problems = ",".join([f"'{run.out / 'data' / 'eval.parquet'}'"] * EVALUATION_SAMPLES)
     overrides = [
-        *run.rl,
+        *run.rl_overrides,
         *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
         *(f"data.val_files=[{problems}]", "retool.recorder.enable=true"),
         *("trainer.save_freq=-1", f"trainer.experiment_name={run.rung.name}_eval"),
@@ -231,19 +259,21 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
     if run.source:
         take_source(run, journal)
     for step, stage, title, action, needs in STEPS:
-        if stage not in stages:
+        if stage not in stages or step in run.skipped:
             continue
         if journal.done(step):
             taken = run.source and step in TAKEN_STEPS
             print(f"[{step}] {f'taken from {run.source.folder}' if taken else 'done already'}", flush=True)
             continue
+        needs = ("data" if need in run.skipped else need for need in needs)
         missing = [need for need in needs if not journal.done(need)]
         if missing:
             if step in ("merge_rl", "eval_after"):  # the stage has another step, which does not need RL
                 print(f"[{step}] skipped: {missing[0]} was not run", flush=True)
                 continue
             raise CommandFailed(f"[{step}] needs {missing[0]}, which was not run. Run the quickstart without --stage.")
-        title = dict(zip(("data", "sft"), run.rung.titles, strict=True)).get(step, title)
+        titles = ("your own problems", "multi-turn SFT") if run.own.data else run.rung.titles
+        title = dict(zip(("data", "sft"), titles, strict=True)).get(step, title)
         print(f"[{step}] {title}", flush=True)
         started, before = time.time(), journal.wall_s(step)
         entry = {"stage": step, "started": started, "settings": run.settings(step)}
@@ -321,9 +351,11 @@ def main() -> None:
     out = args.out
     try:
         source = find_source(args.source) if args.source else None
-        settings = (args.seed, args.data, args.sft, seeds + args.rl)
+        own = Own(args.data, args.traces, args.tools, read_rewards(args.reward))
+        settings = (args.seed, args.prepare, args.sft, seeds + args.rl)
         rung = RUNGS[source.settings["sft"].get("model", "tiny") if source else args.model]
-        model = {"rung": rung, "model_path": os.environ.get("MODEL_PATH", "") if rung is not RUNGS["tiny"] else ""}
+        path = args.model_path or os.environ.get("MODEL_PATH", "")
+        model = {"rung": rung, "model_path": "" if rung is RUNGS["tiny"] else path, "own": own}
         if out is None:
             out = next_folder(Quickstart(Path(), *settings, supervisor=None, source=source, **model))
             print(f"[from] the new run is in {out}", flush=True)

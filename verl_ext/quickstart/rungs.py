@@ -28,6 +28,11 @@ class Rung:
         str, ...
     ]  # globs of the repository's files that define the task: its data and its two configs, none of a machine's
 
+    def config(self, stage: str) -> str:
+        """Return the name of the YAML of "sft" or "rl"."""
+        launcher = self.sft_launcher if stage == "sft" else self.rl_launcher
+        return launcher.removeprefix("run_").removesuffix(".sh")
+
     def task_digest(self) -> str:
         """Return `digest` of what `task` names: results with a different digest are another task's."""
         return digest(*self.task)

@@ -214,7 +214,7 @@ def test_text_rl_runs_beside_tool_rl_on_the_same_problems_and_a_page_shows_both(
     seen = []
     monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append((run, stages)))
     monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
-    arguments = f"--out {tmp_path}/new --compare text --data=--rl=64 --sft a=1 --rl b=2 --seed 4"
+    arguments = f"--out {tmp_path}/new --compare text --prepare=--rl=64 --sft a=1 --rl b=2 --seed 4"
     monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
     pipeline.main()
     (tool, stages), (text, _) = seen
@@ -405,7 +405,7 @@ def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypa
 
     monkeypatch.setattr(pipeline, "run_pipeline", fails)
     monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
-    arguments = f"--out {tmp_path}/new --seed 4 --stage sft --stage rl --sft a=1 --rl b=2 --data=--rl=64"
+    arguments = f"--out {tmp_path}/new --seed 4 --stage sft --stage rl --sft a=1 --rl b=2 --prepare=--rl=64"
     monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
     with pytest.raises(SystemExit, match="^quickstart: the reason$"):
         pipeline.main()

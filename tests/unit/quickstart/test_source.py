@@ -69,7 +69,7 @@ def test_each_from_gets_its_own_folder_and_the_same_command_gets_it_again(source
 
 def test_from_goes_with_neither_data_nor_sft_nor_its_own_folder(source, capsys):
     for arguments, said in (
-        (["--data=--rl=64"], "reuses data and SFT as they are"),
+        (["--prepare=--rl=64"], "reuses data and SFT as they are"),
         (["--sft", "a=1"], "reuses data and SFT as they are"),
         (["--out", str(source)], "are the same folder"),
         (["--out", str(source.parent)], "contains the folder of --from"),

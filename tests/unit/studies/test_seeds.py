@@ -38,7 +38,7 @@ def test_what_is_published_is_not_run_again(seeds, tmp_path, monkeypatch, capsys
         ("seed_1", *small, "--seed", "1"),
         ("seed_0", *small, "--seed", "0", *stages),  # what the control starts from
         ("control", "--from", str(tmp_path / "seed_0"), *reward, "--seed", "0"),
-        ("no_tool", *small, "--data=--no-tool", "--sft=+tool=none_sft", "--rl=+tool=none", "--seed", "0"),
+        ("no_tool", *small, "--prepare=--no-tool", "--sft=+tool=none_sft", "--rl=+tool=none", "--seed", "0"),
     ]
     del started[:]
     seeds.main(options)

@@ -1,0 +1,176 @@
+"""The quickstart on a user's problems, traces, tools and reward; its data scripts really run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from verl_ext.quickstart import pipeline
+from verl_ext.quickstart.options import parse_options
+from verl_ext.quickstart.own import Own, read_rewards
+
+REWARD = (
+    "def one_call(episode, row):\n    return 1.0\n\n\ndef short(episode, row):\n    return 0.0\n\n\ndef _of(x): ...\n"
+)
+TOOL = '''from verl.tools.function_tool import function_tool
+
+
+@function_tool
+def price_of(item: str) -> str:
+    """Look up a price.
+
+    Args:
+        item: what it is.
+    """
+    return "3"
+'''
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, Path]:
+    """Sixty problems, a trace of each but the first twenty, a reward and a tool."""
+    problems = [{"question": f"What is {n} apples and 17 apples?", "answer": str(n + 17)} for n in range(60)]
+    traces = []
+    for number, problem in enumerate(problems):
+        said = [{"role": "user", "content": problem["question"]}]
+        said += [{"role": "assistant", "content": f"I add. <code>print({number}+17)</code>"}]
+        said += [{"role": "interpreter", "content": f"{number + 17}"}]
+        traces.append({"messages": [*said, {"role": "assistant", "content": f"\\boxed{{{number + 17}}}"}]})
+    found = {name: tmp_path / name for name in ("mine.jsonl", "traces.jsonl", "reward.py", "tools.py")}
+    found["mine.jsonl"].write_text("".join(f"{json.dumps(row)}\n" for row in problems))
+    found["traces.jsonl"].write_text("".join(f"{json.dumps(row)}\n" for row in traces[20:]))
+    found["reward.py"].write_text(REWARD)
+    found["tools.py"].write_text(TOOL)
+    return found
+
+
+def refused(capsys, *argv: object) -> str:
+    with pytest.raises(SystemExit):
+        parse_options([str(word) for word in argv])
+    return capsys.readouterr().err
+
+
+def test_options_say_what_does_not_go_together(files, capsys):
+    data = ("--data", files["mine.jsonl"])
+    assert "--data nothing.jsonl: there is no such file" in refused(capsys, "--data", "nothing.jsonl")
+    assert "the tiny model starts from random weights: give --traces" in refused(capsys, *data)
+    assert "need --data" in refused(capsys, "--traces", files["traces.jsonl"])
+    tools = ("--tools", files["tools.py"])
+    assert "the small model has never called your tools" in refused(capsys, *data, *tools, "--model", "small")
+    assert "expected FILE.py or FILE.py:NAME" in refused(capsys, "--reward", "reward.none")
+    assert "no SFT without the tool" in refused(capsys, *data, "--model", "small", "--compare", "text")
+    args = parse_options([*map(str, data), "--model", "owner/name", *map(str, tools)])
+    assert (args.model, args.model_path, args.out.name) == ("small", "owner/name", "mine")
+    assert parse_options([]).out.name == "quickstart"
+
+
+def test_a_file_of_rewards_means_its_public_functions(files):
+    file = files["reward.py"]
+    assert read_rewards([str(file)]) == (f"{file}:one_call", f"{file}:short")
+    assert read_rewards([f"{file}:short=0.5"]) == (f"{file}:short=0.5",)
+    with pytest.raises(SystemExit, match="it has one_call, short, _of"):
+        read_rewards([f"{file}:shorter"])
+    terms = Own(rewards=(f"{file}:short=0.5", f"{file}:one_call")).rl_overrides(Path())
+    assert terms == [
+        f"+reward.reward_kwargs.terms.short={{path: '{file}:short', weight: 0.5}}",
+        f"+reward.reward_kwargs.terms.one_call={{path: '{file}:one_call', weight: 1.0}}",
+    ]
+
+
+def make(run) -> list[str]:
+    """Make the data for real; return the names of the scripts."""
+    pipeline.make_data(run)
+    for each in run.supervisor.commands:
+        subprocess.run(each.command, check=True, capture_output=True, cwd=pipeline.REPO)
+    names = [f"{Path(each.command[1]).parent.name}/{Path(each.command[1]).name}" for each in run.supervisor.commands]
+    run.supervisor.commands.clear()
+    return names
+
+
+def test_the_tiny_model_speaks_the_users_language(files, make_run, tmp_path):
+    run = make_run(own=Own(files["mine.jsonl"], files["traces.jsonl"]))
+    assert make(run) == ["own/prepare.py", "own/build_model.py", "own/lengths.py"]
+    train, test = (pq.read_table(tmp_path / "data" / f"{name}.parquet").to_pylist() for name in ("rl_train", "eval"))
+    assert (len(train), len(test), train[0]["data_source"]) == (48, 12, "mine")
+    asked = {row["prompt"][0]["content"] for row in test}
+    traces = pq.read_table(tmp_path / "data" / "sft_train.parquet").to_pylist()
+    prompts = {json.loads(row["messages"])[0]["content"] for row in traces}
+    assert prompts and not prompts & asked, "no trace of a test problem"
+    assert all("write code between <code> and </code>" in prompt for prompt in prompts | asked)
+    pipeline.train_sft(run)
+    pipeline.train_rl(run)
+    sft, rl = (command.command for command in run.supervisor.commands)
+    assert "trainer.total_training_steps=500" in sft and any(each.startswith("data.max_length=") for each in sft)
+    assert "data.max_prompt_length=64" in rl and "data.max_response_length=128" in rl
+    assert run.settings("data")["own"].keys() == {"data", "traces"}
+    files["mine.jsonl"].write_text(files["mine.jsonl"].read_text().replace("apples", "pears"))
+    assert run.settings("data")["own"] != make_run().settings("data").get("own")
+
+
+@pytest.mark.nightly
+def test_tools_of_the_user_are_called_as_json_and_shown_in_a_line(files, make_run, tmp_path):
+    run = make_run(own=Own(files["mine.jsonl"], files["traces.jsonl"], files["tools.py"]))
+    make(run)
+    template = (tmp_path / "model" / "chat_template.jinja").read_text()
+    assert "tools" in template
+    from transformers import AutoTokenizer
+
+    from verl_ext.environments.toolbox import load_tools
+    from verl_ext.evaluation.settings import load_config
+
+    config = load_config("tiny_dapo", run.own.parts())
+    schemas = [
+        each.tool_schema.model_dump(exclude_none=True)
+        for each in load_tools(config.actor_rollout_ref.rollout.multi_turn, pipeline.REPO)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=schemas, tokenize=False)
+    assert "price_of(item: string): Look up a price." in shown
+    assert len(tokenizer.encode(shown)) < 100
+    pipeline.train_sft(run)
+    pipeline.train_rl(run)
+    sft, rl = (command.command for command in run.supervisor.commands)
+    assert "data.retool.protocol=hermes" in sft and "retool.protocol=hermes" in rl
+    assert f"actor_rollout_ref.rollout.multi_turn.function_tool_path='{files['tools.py']}'" in rl
+
+
+@pytest.mark.nightly
+def test_a_model_that_is_there_goes_straight_to_rl(files, make_run, tmp_path, tiny_tools):
+    tokenizer = tiny_tools.build_model.build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    run = make_run(rung=pipeline.RUNGS["small"], model_path=str(tmp_path / "theirs"), own=Own(files["mine.jsonl"]))
+    assert make(run) == ["own/prepare.py", "own/lengths.py"]
+    assert run.skipped == ("sft", "merge_sft")
+    journal = pipeline.Journal(tmp_path / "stages.json")
+    journal.add(stage="data", status="done", settings=run.settings("data"), wall_s=1.0)
+    pipeline.train_rl(run)
+    assert run.supervisor.commands[0].env["MODEL_PATH"] == str(tmp_path / "theirs")
+
+
+def test_the_untaught_small_model_keeps_its_sft_and_trains_on_the_users_problems(files, make_run, tmp_path):
+    run = make_run(rung=pipeline.RUNGS["small"], own=Own(files["mine.jsonl"]))
+    pipeline.make_data(run)
+    scripts = [Path(each.command[1]) for each in run.supervisor.commands]
+    assert [f"{path.parent.name}/{path.name}" for path in scripts] == [
+        "small/prepare.py",
+        "own/prepare.py",
+        "small/build_model.py",
+        "own/lengths.py",
+    ]
+
+
+def test_too_few_problems_and_traces_that_are_none_are_named(files, tmp_path):
+    def run(*argv: object) -> str:
+        command = [sys.executable, "data/own/prepare.py", "--out", tmp_path / "data", *argv]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=pipeline.REPO)
+        assert done.returncode == 1
+        return done.stderr
+
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(files["mine.jsonl"].read_text().splitlines(keepends=True)[:10]))
+    assert "few.jsonl has 10 usable problems; RL and its test need at least 40" in run("--data", few)
+    (tmp_path / "none.jsonl").write_text('{"messages": [{"role": "user", "content": "What?"}]}\n')
+    assert "No trace of" in run("--data", files["mine.jsonl"], "--traces", tmp_path / "none.jsonl")
