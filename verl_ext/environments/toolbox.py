@@ -235,6 +235,15 @@ def schemas_of(tools: Sequence[BaseTool | FunctionTool]) -> dict[str, dict]:
     return {CODE_TOOL: CODE_SCHEMA} | (tool_schemas.schemas_of(dumped) if dumped else {})
 
 
+def schemas_of_file(path: str | Path) -> list[dict]:
+    """Return what the column `tools` of a trace has for a run with this file of functions, the interpreter included.
+
+    Raises:
+        Exception: any that the file, or a tool in it, raises.
+    """
+    return list(schemas_of(load_tools({"function_tool_path": Path(path).resolve()}, Path())).values())
+
+
 def _keep_schemas_whole() -> None:
     """Let verl's classes of schemas keep what they do not know (`items`, `default`, ...). They would drop it without a
     word, so that a rollout would show less of a tool than the SFT data whose traces have its whole schema."""

@@ -102,6 +102,14 @@ def test_the_schema_of_a_tool_is_as_whole_in_a_rollout_as_in_a_trace(tmp_path):
     assert shown["pick"]["function"]["parameters"]["properties"]["things"]["items"] == {"type": "string"}
 
 
+def test_a_trace_gets_the_schemas_of_a_file_by_one_call(tmp_path):
+    file = tmp_path / "functions.py"
+    file.write_text(WHOLE.replace("def pick(", "def pick_for_a_trace("))
+    code, picked = toolbox.schemas_of_file(file)
+    assert code["function"]["name"] == "code_interpreter" and picked["function"]["name"] == "pick_for_a_trace"
+    assert picked["function"]["parameters"]["properties"]["things"]["items"] == {"type": "string"}
+
+
 @pytest.mark.nightly  # importing vLLM and Ray takes 10 s
 def test_a_worker_keeps_schemas_whole_before_it_loads_tools():
     code = (
