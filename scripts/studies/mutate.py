@@ -120,6 +120,10 @@ TESTS = {  # source -> its unit tests, the fastest first
         "checkpoints/test_power_loss.py",
     ],
     "verl_ext/datasets/sft.py": ["datasets/test_sft.py"],
+    "verl_ext/traces/rerun.py": ["traces/test_rerun.py", "traces/test_check.py"],
+    "verl_ext/traces/gate.py": ["traces/test_check.py", "traces/test_from_run.py", "traces/test_convert.py"],
+    "verl_ext/traces/select.py": ["traces/test_select.py"],
+    "verl_ext/traces/from_records.py": ["traces/test_from_records.py", "traces/test_from_run.py"],
 }
 PRELOADED = (
     "torch tensordict transformers ray torchdata.stateful_dataloader datasets peft accelerate hydra pytest hypothesis"

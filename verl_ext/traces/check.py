@@ -22,7 +22,7 @@ from verl_ext.datasets.rows import progress_bar
 from verl_ext.evaluation.checkpoint import settings_of
 from verl_ext.evaluation.defaults import choose
 from verl_ext.evaluation.settings import ConfigError, load_config
-from verl_ext.runs.folder import SETTINGS
+from verl_ext.runs.folder import FOLDER, SETTINGS
 from verl_ext.runs.machine import environment
 from verl_ext.sandbox.launch import running_server
 from verl_ext.traces.select import CHOICES, Selection, disagreements, select
@@ -73,13 +73,14 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check the traces of files. Raises as `check`."""
+    """Check the traces of files and runs; without --config by the settings of the first run. Raises as `check`."""
+    runs = [Path(source) for source in args.sources if (Path(source) / FOLDER).is_dir()]
 
     def all_sources() -> Found:
         for source in args.sources:
             yield from read_traces(source, split=args.split)
 
-    check(all_sources(), args)
+    check(all_sources(), args, run=runs[0] if runs else None)
 
 
 def check(traces: Found, args: argparse.Namespace, run: Path | None = None, *, finish: Finish | None = None) -> None:
@@ -134,7 +135,10 @@ def make_rules(args: argparse.Namespace, config: "DictConfig") -> tuple["Rules",
 
     tokenizer, most = None, args.max_tokens
     if args.model is not None:
-        tokenizer = load_tokenizer(args.model)
+        of_model = config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(args.model, trust_remote_code=of_model.get("trust_remote_code", False))
+        if of_model.get("custom_chat_template"):
+            tokenizer.chat_template = of_model.custom_chat_template
         lengths = config.data.max_prompt_length + config.data.max_response_length
         most = most or min(lengths, context_of(args.model) or lengths)
     elif most:

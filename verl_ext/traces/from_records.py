@@ -57,6 +57,8 @@ def trace_of(row: Mapping[str, Any], name: str, source: str) -> Trace:
         raise LeftOut(Reason.NOT_A_TRACE, "the records do not have what its prompt was made of")
     if row["end_reason"] not in (RolloutEnd.ANSWER, RolloutEnd.UNVERIFIED):
         raise LeftOut(Reason.NOT_A_TRACE, f"it did not end with an answer but by {row['end_reason']}")
+    if refused := [call["status"] for call in row["calls"] if call["tool"] is None]:
+        raise LeftOut(Reason.NOT_A_TRACE, f"it has a call that could not be run ({', '.join(refused)})")
     opening, task = json.loads(row["opening"]), json.loads(row["task"])
     roles = {message["role"] for message in opening["messages"]}
     if others := sorted(roles - set(PROMPT_ROLES)):

@@ -119,7 +119,7 @@ def test_a_trace_has_what_environment_and_verifier_read(roll_out, tokenizer, enc
     (trace,) = read_run(tmp_path)
     assert (trace.gold, trace.task["extra_info"], trace.task["data_source"]) == (["2"], info, "own")
     assert (trace.score.acc, trace.score.pred, trace.score.method) == (1.0, "2", "integer")
-    assert trace.problem == "1+1?" and trace.about["step"] == 3
+    assert trace.problem == "1+1?" and trace.about["step"] == 3 and trace.about["sampling"]["temperature"] == 1.0
     kept = row_of(trace)
     assert json.loads(kept["about"])["ground_truth"] == ["2"] and kept["ground_truth"] == '["2"]'
 
@@ -130,6 +130,10 @@ def test_a_response_without_an_answer_is_no_trace(roll_out, tokenizer, encode, t
     write(tmp_path / "cut", cut)
     ((name, _, why),) = read_run(tmp_path / "cut")
     assert name == "prompt-0_0 of step 3" and "max_tokens" in why.detail and why.reason == Reason.NOT_A_TRACE
+    refused, *_ = roll_out(tokenizer, [encode("<code></code>"), answer], response_length=200, recorder=RECORDER)
+    write(tmp_path / "refused", refused)
+    ((_, _, why),) = read_run(tmp_path / "refused")
+    assert why.detail == "it has a call that could not be run (malformed:empty_code)"
     unrecorded, *_ = roll_out(tokenizer, [answer])
     write(tmp_path / "other", unrecorded)
     ((_, _, why),) = read_run(tmp_path / "other")

@@ -63,6 +63,20 @@ def test_a_run_gives_the_traces_that_are_right(options, kept, reasons, run, sand
     assert all(json.loads(row["messages"])[1]["content"].startswith("<code>print(1+1") for row in rows)
 
 
+@pytest.mark.parametrize("command", ["check", "from-run"])
+def test_the_settings_are_those_of_the_run(command, run, sandbox_url, tmp_path):
+    """Of an evaluation, too; without a sandbox no tool is there, so the calls of all traces are refused."""
+    settings = {"settings": {}, "config": "tiny_dapo", "overrides": ["retool.environment=[]"]}
+    (run / "settings.json").write_text(json.dumps(settings))
+    out = tmp_path / "kept.parquet"
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit, match="No trace is kept"):
+        main([command, str(run), "--out", str(out), "--sandbox-url", sandbox_url])
+    left = list(jsonl.read(out.with_name("kept.left_out.jsonl")))
+    assert {line["detail"] for line in left if line["reason"] == "not_a_trace"} == {
+        "a call of 'code_interpreter'; the tools of the run are none"
+    }
+
+
 def test_a_step_that_the_run_has_not_is_said(run, tmp_path):
     for step, message in (("7", "no records of step 7. It has steps 1 to 3"), ("x", "--step is 'x': expected a step")):
         with pytest.raises(SystemExit, match=message):

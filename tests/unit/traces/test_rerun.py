@@ -118,9 +118,21 @@ def test_calls_run_in_the_environment_of_the_run(check, tmp_path):
     assert "a call of 'sub'; the tools of the run are" in left[1]["detail"]
 
 
+ANSWER = {"role": "assistant", "content": "\\boxed{7}"}
 OF_CODE = {"type": "object", "properties": {"code": {"type": "string", "description": "A program."}}}
 OF_CODE["required"] = ["code"]
 OF_ADD = {"type": "object", "properties": {"by": {"type": "integer", "description": "How far."}}, "required": ["by"]}
+
+
+def test_a_program_runs_without_its_fence_and_a_long_output_is_named_in_short(check):
+    call = asks(("code_interpreter", {"code": "```python\nprint('7' * 999)\n```"}))
+    rows = [
+        {"id": said[:1], "messages": [{"role": "user", "content": "?"}, call, *tools_say(said * 999), ANSWER]}
+        for said in ("7", "8")
+    ]
+    kept, (left,), _ = check(rows, "--without-gold")
+    assert [row["id"] for row in kept] == ["7"]
+    assert left["reason"] == "output_differs" and "says '777" in left["detail"] and len(left["detail"]) < 300
 
 
 def test_public_traces_of_a_notebook_say_what_they_have_stored(check):
