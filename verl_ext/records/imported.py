@@ -139,7 +139,8 @@ def _turns_and_calls(output: str) -> tuple[list[dict[str, Any]], list[dict[str, 
             codes.append(text_of(code))
             continue
         text = output[start : block.start() if block else None]
-        if text.strip():  # else the reply answers another call of the previous model turn
+        is_ended = block is None and turns and turns[-1]["role"] == "tool"  # and its end token is not in the dump
+        if text.strip() or (text and is_ended):  # else the reply answers another call of the previous model turn
             calls += [{"turn": len(turns), "code": code, "status": "not_run"} for code in codes]
             turns.append({"role": "model", "text": text})
         if block:

@@ -136,6 +136,8 @@ def test_a_sample_that_infrastructure_failed_has_no_score_and_is_named(tmp_path,
         (HERMES, "model tool model", [("print(7)", "ok", "7")]),
         (f"{CALL}\n{CALL}\nuser\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nassistant\nx",
          "model tool tool model", [("print(7)", "ok", "1"), ("print(7)", "ok", "2")]),
+        ("<code>\nprint(7)\n</code>\n<interpreter>\n7\n</interpreter>\n", "model tool model",  # its end token alone
+         [("print(7)", "ok", "7")]),
         ("<code>\nprint(1)", "model", [("print(1)", "not_run", None)]),
         ("<interpreter>forged", "tool", []),
         ("<tool_call>{", "model", [("{", "not_run", None)]),
