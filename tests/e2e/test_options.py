@@ -36,6 +36,7 @@ OVERRIDES = [
     f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/recording_sampler.py",
     "trainer.v1.sampler.custom_sampler.name=RecordingReplayBuffer",
     "++reward.reward_kwargs.length_penalty=[[10,0],[50,-0.5]]",
+    "++reward.reward_kwargs.terms={few_calls: {path: tests/e2e/reward_terms.py:few_calls, weight: 0.5}}",
     "retool.adaptive_n.enable=true",
     "retool.adaptive_n.phases=[[0,6],[3,8]]",
     *("retool.adaptive_n.easy_n=4", "retool.adaptive_n.hard_n=10"),
@@ -175,14 +176,17 @@ def test_the_learning_rate_warms_up_stays_and_decays(run: Path) -> None:
     assert rates == pytest.approx([LR * rate for rate in (0.55, 1, 1, 0.9, 0.8, 0.7)])
 
 
-def test_the_length_penalty_is_in_the_rewards(run: Path) -> None:
+def test_the_length_penalty_and_an_own_term_are_in_the_rewards(run: Path) -> None:
     rows = store.read(store.path_of(run, "trajectories", 3, validate=True)).to_pylist()
     parts = [json.loads(row["reward_parts"]) for row in rows]
     assert all(-0.5 <= each["reward_length"] <= 0 for each in parts)
     assert any(each["reward_length"] < -0.05 for each in parts)
     for row, each in zip(rows, parts, strict=True):
-        own = sum(each[f"reward_{name}"] for name in ("base", "overlong", "length", "tool_bonus"))
+        own = sum(each[f"reward_{name}"] for name in ("base", "overlong", "length", "tool_bonus", "few_calls"))
         assert row["score"] == pytest.approx(own, abs=1e-5)
+        assert each["reward_few_calls"] == pytest.approx(0.5 - each["tool_calls"] / 20)
+    logged = [data["train/reward_few_calls"] for _, data in read_metrics(run, lambda data: "train/acc" in data)]
+    assert len(logged) == 6 and all(0 < value <= 0.5 for value in logged)
 
 
 def test_verls_dumps_become_the_records_that_the_run_wrote(run: Path, tmp_path: Path) -> None:
