@@ -274,7 +274,7 @@ async def finished(gate: "Gate", draft: Draft, max_change: float) -> Trace:
         if result.error:
             raise LeftOut(Reason.PROGRAM_FAILED, f"program {number}: {result.error}: {result.output[-200:]!r}")
     outputs = [result.output for result in results]
-    check_outputs_agree(draft.problem, rewriting, outputs)
+    check_outputs_agree(draft.problem, draft.reasoning, rewriting, outputs)
     messages = list(draft.prompt)
     for text, call, output in zip(rewriting.texts, calls, outputs, strict=False):
         function = {"name": call.tool, "arguments": call.arguments}

@@ -22,7 +22,7 @@ def judged(text: str, *outputs: str, problem: str = PROBLEM, reasoning: str = RE
     try:
         rewriting = split(text)
         check_text(reasoning, rewriting, max_change=0.15)
-        check_outputs_agree(problem, rewriting, outputs or ("408\n",) * len(rewriting.programs))
+        check_outputs_agree(problem, reasoning, rewriting, outputs or ("408\n",) * len(rewriting.programs))
     except LeftOut as why:
         return why.reason
     return None
@@ -55,6 +55,10 @@ def test_the_example_of_the_template_passes_its_own_checks():
         (GOOD.replace("= 399.", "= 397."), Reason.NUMBER_CHANGED),
         ("Es gibt viele Stifte im Laden.\n<code>\nprint(24 * 17)\n</code>\nDas sind 408 Stifte.", Reason.TEXT_CHANGED),
         ("<code>\nprint(24 * 17)\n</code>\n\\boxed{399}", Reason.TEXT_CHANGED),
+        (GOOD.replace("That is 408.", "Всего карандашей 408."), Reason.TEXT_CHANGED),
+        (GOOD.replace("That is 408.", "所以一共有四百零七支笔。"), Reason.TEXT_CHANGED),
+        (GOOD.replace("24 * 17", "408 + 0"), Reason.LITERAL_ONLY),
+        (GOOD.replace("24 * 17", "int('408')"), Reason.LITERAL_ONLY),
     ],
 )
 def test_a_rewriting_that_is_something_else_is_left_out(text, reason):
@@ -80,10 +84,16 @@ def test_an_output_that_the_teacher_guessed_right_is_not_forged():
         ("It is 408. We divide by 2 later.", "408"),  # no claim about a result
         ("It is $-3$.", "-3"),
         ("There are 408 pens, because 24 \\times 17 = 408.", "408"),
+        ("That makes 408. Of these, 240 pens and 168 pens are in two stacks.", "408"),  # later, as in the reasoning
+        ("Multiplying gives 240 pens + 168 pens = 408 pens.", "408"),  # beside the output, as in the reasoning
+        ("It is \\frac{1}{3} of them.", "0.3333333333333333"),
+        ("It is 2 1/3 of them, or 2\\frac{1}{3}.", "2.3333333333333335"),
+        ("That is four hundred and eight.", "408"),
+        ("It is 408cm long, and x is 2x.", "408"),
     ],
 )
 def test_numbers_that_something_explains_agree(after, output):
-    check_outputs_agree(PROBLEM, split(f"We count.\n<code>\nprint(24 * 17)\n</code>\n{after}"), [output])
+    check_outputs_agree(PROBLEM, REASONING, split(f"We count.\n<code>\nprint(24 * 17)\n</code>\n{after}"), [output])
 
 
 @pytest.mark.parametrize(
@@ -98,15 +108,30 @@ def test_numbers_that_something_explains_agree(after, output):
         ("About 0.35 of them.", "0.3333333333"),
         ("It is 408.", ""),
         ("It is 408.", "Traceback: no pens"),
+        ("That is four hundred and seven.", "408"),
+        ("That is 17.", "408"),  # known from the problem, but said of the output
+        ("There are 240 pens and 168 pens.", "37"),  # of the reasoning, but nothing is said of the output
+        ("It is 408. Number of boxes: 407.", "408"),
+        ("That is 407pens.", "408"),
+        ("That is -408.", "408"),
+        ("That is 40800 of them.", "40.8"),
+        ("一共有407支笔。", "408"),
     ],
 )
 def test_a_number_that_contradicts_the_output_is_found(after, output):
     with pytest.raises(LeftOut) as error:
-        check_outputs_agree(PROBLEM, split(f"We count.\n<code>\nprint(24 * 17)\n</code>\n{after}"), [output])
+        check_outputs_agree(PROBLEM, REASONING, split(f"We count.\n<code>\nprint(24 * 17)\n</code>\n{after}"), [output])
     assert error.value.reason == Reason.CONTRADICTS_OUTPUT
 
 
 def test_a_number_counts_as_known_only_after_it_was_said():
     text = "We count.\n<code>\nprint(1)\n</code>\nIt is 408.\n<code>\nprint(24 * 17)\n</code>\nIt is 408."
     with pytest.raises(LeftOut, match="the text says 408 after an output of '1'"):
-        check_outputs_agree(PROBLEM, split(text), ["1", "408"])
+        check_outputs_agree(PROBLEM, REASONING, split(text), ["1", "408"])
+
+
+def test_the_reasoning_s_own_script_and_the_letters_of_formulas_are_no_other_script():
+    reasoning = "我们先数所有的笔：24乘17等于408。坏的要拿走，所以408-9=399。"
+    text = "我们先数所有的笔：\n<code>\nprint(24 * 17)\n</code>\n等于408。坏的要拿走，所以408-9=399。"
+    assert judged(text, reasoning=reasoning) is None
+    assert judged(GOOD.replace("That is 408.", "With ∑ and α ∈ ℝ that is 408.")) is None
