@@ -87,6 +87,10 @@ class Corpus:
     def __init__(self, index: Path):
         self._index = index.resolve().as_uri() + "?mode=ro&immutable=1"
 
+    def connect(self) -> sqlite3.Connection:
+        """Open the index to read its tables, see SCHEMA; the caller closes it."""
+        return sqlite3.connect(self._index, uri=True)
+
     def search(self, query: str, top: int) -> list[Found]:
         """Return the best `top` documents that have a word of the query; any text is a query.
 
@@ -120,7 +124,7 @@ class Corpus:
     def _rows(self, statement: str, values: tuple) -> list[tuple]:
         deadline = time.thread_time() + SEARCH_S
         try:
-            with closing(sqlite3.connect(self._index, uri=True)) as index:
+            with closing(self.connect()) as index:
                 index.set_progress_handler(lambda: time.thread_time() > deadline, STEPS)
                 return index.execute(statement, values).fetchall()
         except sqlite3.DatabaseError as error:

@@ -3,6 +3,7 @@
 python -m verl_ext.traces sample --model TEACHER --config tiny_dapo --data problems.parquet --n 4 --out samples
 python -m verl_ext.traces check FILE --config tiny_dapo --out kept.parquet
 python -m verl_ext.traces convert reasoning.jsonl --chat URL --config tiny_dapo --out kept.parquet
+python -m verl_ext.traces questions corpus.jsonl --out questions.parquet
 python -m verl_ext.traces from-run RUN --out kept.parquet
 """
 
@@ -16,6 +17,7 @@ COMMANDS = {  # name -> (module, what it does); a module is imported when its co
     "sample": ("sample", "let a teacher solve problems with the tools and limits of a run"),
     "convert": ("convert", "let a teacher put programs into text reasoning, run them, and check the traces"),
     "check": ("check", "keep the traces of files that SFT may learn from, and say why not the others"),
+    "questions": ("questions", "make questions for the environment search that need several documents of a corpus"),
     "from-run": ("from_run", "make traces of the records of a finished run, and check them"),
 }
 

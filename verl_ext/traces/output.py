@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from verl_ext.records.problem import canonical
 from verl_ext.reward.votes import vote
 from verl_ext.runs import jsonl, parquet
-from verl_ext.traces.gate import Checked
 from verl_ext.traces.trace import LeftOut, Reason, Trace
+
+if TYPE_CHECKING:
+    from verl_ext.traces.gate import Checked  # seconds to import
 
 NOTES = b"retool_traces"  # of the file's metadata: settings, versions, counts
 COLUMNS = ("messages", "tools", "id", "source", "problem", "data_source", "ability")
@@ -47,7 +49,7 @@ class Spool:
         self._db.executescript(_TABLES)
         self._db.execute("BEGIN")
 
-    def add(self, number: int, checked: Checked) -> None:
+    def add(self, number: int, checked: "Checked") -> None:
         """Note a trace, and what its answer votes for."""
         trace, score = checked.trace, checked.score
         key = trace.problem_key
