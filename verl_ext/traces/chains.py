@@ -15,7 +15,7 @@ from verl_ext.traces.mentions import Mention, answers, markup_links, names, poss
 
 MAX_WAYS = 4  # from a document to others that are tried
 MAX_NAMES = 12  # of a document that are looked up
-MAX_ANSWERS = 3  # of a chain that are tried
+MAX_ANSWERS = 20  # of a chain that are looked at
 _TITLES = """
 CREATE TEMP TABLE titles AS SELECT title, number FROM documents WHERE title != '';
 CREATE INDEX temp.by_title ON titles (title, number);

@@ -21,7 +21,8 @@ class Drop(StrEnum):
     """Why a candidate is no question, in the order of the table."""
 
     NO_CHAIN = "no_chain"  # a document from which no chain of that length begins
-    ANSWER_AMBIGUOUS = "answer_ambiguous"  # another document has it too, or nothing says which part of its own
+    ANSWER_AMBIGUOUS = "answer_ambiguous"  # another document has it too
+    NO_CLUE = "no_clue"  # the words around what is to be found in a document are too few, or fit elsewhere in it, too
     SHORTCUT = "shortcut"  # a document names one that is not the next
     PATH_BROKEN = "path_broken"  # the tools do not lead from each document to the next
     REFUSED = "refused"  # the teacher would not, or was cut off

@@ -15,8 +15,8 @@ _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _DATES = re.compile(rf"\b(?:\d{{1,2}} (?:{_MONTHS})|(?:{_MONTHS}) \d{{1,2}},) \d{{4}}\b|\b\d{{4}}-\d\d-\d\d\b")
 _NUMBERS = re.compile(r"(?<![\w.,/:-])\d+(?:[.,]\d+)*(?![\w/:-]|[.,]\d)")
-_SENTENCE_ENDS = re.compile(r"[.!?]['\"’”)\]]*\s|\n")
-_CLAUSE_ENDS = re.compile(r"[.!?,;:]['\"’”)\]]*(?:\s|\Z)|[\n()]|\s[–—-]\s")
+_SENTENCE_ENDS = re.compile(r"[.!?]['\"’”)\]]*\s|\n|\s\||\|\s")
+_CLAUSE_ENDS = re.compile(r"[.!?,;:]['\"’”)\]]*(?:\s|\Z)|[\n()]|\s\||\|\s|\s[–—-]\s")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def clue(text: str, mention: Mention, gap: str) -> str | None:
         return None
     if not before and text.count(after) != 1:
         return None
-    return without_markup(f"{before}{gap}{after}")
+    return without_markup(f"{before}{gap}{after}").replace('"', "'")
 
 
 def sentence(text: str, mention: Mention) -> str:
@@ -104,7 +104,7 @@ def sentence(text: str, mention: Mention) -> str:
 def without_markup(text: str) -> str:
     """Return a text as a reader sees it, on one line."""
     text = _MARKDOWN.sub(r"\1", _WIKI.sub(lambda found: found[2] or found[1], text))
-    return _plain(text.replace("[", "").replace("]", ""))  # also of a link that was cut
+    return _plain(re.sub(r"[\[\]*`]", "", text))  # brackets are left if a clause ends within a link
 
 
 def has_words(text: str, part: str) -> bool:

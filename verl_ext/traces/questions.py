@@ -42,7 +42,7 @@ from verl_ext.traces.trace import Trace
 
 VERIFIER = "exact"  # as the `ability` of the rows, it chooses this verifier
 PER_END = 3  # questions with the same last document
-TRIES = 8  # candidates for a question, from one document
+TRIES = 8  # candidates for a question, from one document, whose answer is in no other one
 REQUESTS = 16  # to a teacher at a time
 GIVE_UP_AFTER = 16  # requests in a row that failed
 _TEXT = pa.string()
@@ -186,7 +186,9 @@ async def _question_from(
     """Return the first question from a document that passes all checks."""
     found = Found(hops)
     rng = random.Random(f"{args.seed}/{start}/{hops}")
-    for chain in islice(documents.chains(start, hops, rng), TRIES):
+    for chain in documents.chains(start, hops, rng):
+        if found.dropped.total() - found.dropped[Drop.ANSWER_AMBIGUOUS] >= TRIES:
+            break
         try:
             check_chain(chain, documents)
             told = gold_path(chain, search, args.page_chars)
@@ -216,7 +218,7 @@ async def _asking(args: argparse.Namespace) -> AsyncIterator[Ask]:
 
     async def templated(chain: Chain) -> str:
         if (text := wording.templated(chain)) is None:
-            raise Dropped(Drop.ANSWER_AMBIGUOUS)
+            raise Dropped(Drop.NO_CLUE)
         return text
 
     if not args.chat:
@@ -325,7 +327,7 @@ def _write(args: argparse.Namespace, spool: Any) -> None:
     print(f"{example['prompt'][0]['content']}\n  -> {example['reward_model']['ground_truth']}")
     print(f"{args.out}: {count:,} questions\n{traces}: the calls that answer them. Next:")
     entry = f"{{name: search, corpus: {args.corpus}, top: {args.top}, page_chars: {args.page_chars}}}"
-    settings = f"--set retool.protocol=hermes --set '+retool.environment={entry}'"
+    settings = f"--set retool.protocol=hermes --set 'retool.environment={entry}'"
     print(f"python -m verl_ext.traces check {traces} --config CONFIG {settings} --out sft.parquet")
 
 
