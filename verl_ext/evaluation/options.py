@@ -51,16 +51,21 @@ def add_sampling(parser: argparse.ArgumentParser) -> Any:
 
 def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the command if an option makes no sense."""
-    for name in ("server", "chat"):
-        url = getattr(args, name)
-        if url and not url.startswith(("http://", "https://")):
-            parser.error(f"--{name} is {url!r}: expected a URL such as http://127.0.0.1:8000/v1")
+    check_endpoint(parser, args, "server", "chat")
     if wrong := [each for each in args.overrides if "=" not in each and not each.startswith("~")]:
         parser.error(f"{wrong[0]!r} is not an override of the form KEY=VALUE")
-    if args.api_key_env and args.api_key_env not in os.environ:
-        parser.error(f"--api-key-env {args.api_key_env}: there is no such environment variable")
     for name in ("limit", "concurrency", "n"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}: expected at least 1")
     if args.chat and not (args.tokenizer or args.config):
         parser.error("--chat needs --tokenizer DIR, the model that is to learn: it counts the tokens of a response")
+
+
+def check_endpoint(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End the command if an address, given by an option of one of the names, or the key cannot be."""
+    for name in names:
+        url = getattr(args, name)
+        if url and not url.startswith(("http://", "https://")):
+            parser.error(f"--{name} is {url!r}: expected a URL such as http://127.0.0.1:8000/v1")
+    if args.api_key_env and args.api_key_env not in os.environ:
+        parser.error(f"--api-key-env {args.api_key_env}: there is no such environment variable")

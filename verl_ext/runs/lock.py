@@ -84,10 +84,23 @@ def lock_folder(out: Path) -> TextIO:
     Raises:
         SystemExit: another process writes into the folder.
     """
-    file = open(out / LOCK, "w")
+    return _locked(out / LOCK, out)
+
+
+def lock_file(path: Path) -> TextIO:
+    """Return a file that is open for appending, locked as long as it is open.
+
+    Raises:
+        SystemExit: another process holds its lock.
+    """
+    return _locked(path, path)
+
+
+def _locked(path: Path, what: Path) -> TextIO:
+    file = open(path, "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise SystemExit(f"Another run writes into {out}. Wait for it, or write elsewhere with --out.") from None
+        raise SystemExit(f"Another run writes into {what}. Wait for it, or write elsewhere with --out.") from None
     return file

@@ -70,6 +70,16 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     add("--sandbox-url", help="separate several by commas (default: $SANDBOX_URL, or a sandbox of this command)")
     add("--concurrency", type=int, default=64, metavar="N", help="traces at a time (default: 64)")
+    parser.set_defaults(check_options=check_shared)
+
+
+def check_shared(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command if an option makes no sense."""
+    if args.out.suffix != ".parquet":
+        parser.error(f"--out is {args.out}: expected a name that ends in .parquet")
+    for name in ("concurrency", "per_problem", "max_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected at least 1")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -97,8 +107,6 @@ def check(traces: Found, args: argparse.Namespace, run: Path | None = None, *, f
     from verl_ext.evaluation.take import set_environment
     from verl_ext.traces.output import spooled
 
-    if args.out.suffix != ".parquet":
-        raise ValueError(f"--out is {args.out}: expected a name that ends in .parquet.")
     name, config = chosen_config(args, run)
     set_environment()
     urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
@@ -160,7 +168,7 @@ async def _check_all(
     from verl_ext.traces.gate import Gate
 
     numbered = enumerate(traces)
-    counts = {"kept": 0, "left out": 0}
+    counts = {"passed": 0, "left out": 0}  # of those that pass, `select` leaves out more
     in_a_row: list[str] = []
     gate = Gate(config, rules, tokenizer)
     with progress_bar(desc="check", unit=" traces") as progress:
@@ -168,7 +176,7 @@ async def _check_all(
         async def work() -> None:
             for number, found in numbered:
                 is_left = await _check_one(gate, number, found, spool, in_a_row, finish)
-                counts["left out" if is_left else "kept"] += 1
+                counts["left out" if is_left else "passed"] += 1
                 progress.set_postfix(counts, refresh=False)
                 progress.update()
 
@@ -213,6 +221,8 @@ def _write(spool: "Spool", args: argparse.Namespace, config: str) -> None:
     rows = table(counts)
     write_page(spool, rows, beside(args.out, "html"), notes)
     print(as_text(rows))
+    if not counts:
+        raise ValueError(f"There is no trace in {' '.join(getattr(args, 'sources', [])) or 'the source'}.")
     if not any(each["kept"] for each in counts.values()):
         raise ValueError(f"No trace is kept. {beside(args.out, 'left_out.jsonl')} says why.")
     write_kept(spool.kept(), args.out, notes)

@@ -13,18 +13,21 @@ The teacher's answers are kept in OUT.asked.jsonl, each when it arrives: the sam
 import argparse
 import asyncio
 import contextlib
+import hashlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.datasets.rows import DataError, field, progress_bar, read_rows
 from verl_ext.datasets.text import PROMPTS
-from verl_ext.evaluation.options import STYLES
+from verl_ext.evaluation.options import STYLES, check_endpoint
 from verl_ext.protocols.base import CODE_TOOL, Call
 from verl_ext.runs import jsonl
+from verl_ext.runs.lock import lock_file
 from verl_ext.traces import check, template
 from verl_ext.traces.output import beside
 from verl_ext.traces.rewriting import check_outputs_agree, check_text, split
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("problem", "answer", "reasoning")
 GIVE_UP_AFTER = 16  # requests in a row that failed
+_LINE = ("id", "key", "number", "text", "was_cut", "usage")  # of the journal
 _FORM = "lines that convert wrote; delete the file to ask anew"
 
 
@@ -76,7 +80,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "leave out a rewriting that changes more of the words that were to stay (default: 0.15)"
     add("--max-change", type=float, default=0.15, metavar="SHARE", help=what)
     check.add_shared_options(parser)
-    parser.set_defaults(computed=True, min_calls=1)
+    parser.set_defaults(computed=True, min_calls=1, check_options=check_teacher)
+
+
+def check_teacher(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command if an option makes no sense."""
+    check.check_shared(parser, args)
+    check_endpoint(parser, args, "chat")
+    for name in ("requests", "n", "reply_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected at least 1")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -90,14 +103,16 @@ def run(args: argparse.Namespace) -> None:
     _, config = check.chosen_config(args, None)
     set_environment()
     asked = beside(args.out, "asked.jsonl")
-    _prepare_journal(asked, args)
-    asyncio.run(_ask_all(args, config, asked))
+    asked.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(asked):
+        _prepare_journal(asked, args)
+        asyncio.run(_ask_all(args, config, asked))
 
     async def finish(gate: "Gate", draft: Draft) -> Trace:
         return await finished(gate, draft, args.max_change)
 
     check.check(_drafts(args, config, asked), args, finish=finish)
-    used = [row for row in jsonl.read(asked, expected=_FORM) if "text" in row]
+    used = list(_answers(asked))
     tokens = (sum(row["usage"][name] for row in used) for name in ("prompt_tokens", "completion_tokens"))
     print("teacher: {:,} answers, {:,} tokens of prompts, {:,} of answers".format(len(used), *tokens))
 
@@ -110,20 +125,32 @@ def _prepare_journal(asked: Path, args: argparse.Namespace) -> None:
     teacher = args.chat or str(args.teacher)
     settings = {"teacher": teacher, "model": args.served_model, "template": template.digest()}
     settings |= {"temperature": args.temperature, "reply_tokens": args.reply_tokens, "columns": list(args.columns)}
-    asked.parent.mkdir(parents=True, exist_ok=True)
     jsonl.cut_half_line(asked)
-    there = next(iter(jsonl.read(asked, expected=_FORM)), None) if asked.exists() else None
-    if there is None:
+    head = list(itertools.islice(jsonl.read(asked, expected=_FORM), 2))
+    if len(head) < 2:  # no answer is lost
         asked.write_text(jsonl.dumps({"settings": settings}) + "\n", encoding="utf-8")
-    elif there.get("settings") != settings:
+    elif head[0].get("settings") != settings:
         raise ValueError(
-            f"{asked} holds answers to other settings: {there.get('settings')}; now they are {settings}. Use the same, "
-            "another --out, or delete the file."
+            f"{asked} holds answers to other settings: {head[0].get('settings')}; now they are {settings}. Use the "
+            "same, another --out, or delete the file."
         )
 
 
-def _rows(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield name, and problem, answer and reasoning of each row.
+class Row(NamedTuple):
+    """A row of the source. `key` names its text in the journal: a row that was changed is asked about anew."""
+
+    name: str
+    problem: str
+    answer: str
+    reasoning: str
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.problem}\0{self.reasoning}".encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the source.
 
     Raises:
         DataError: a row lacks one of them.
@@ -133,12 +160,12 @@ def _rows(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
         if empty := [column for column, text in zip(args.columns, texts, strict=True) if not text]:
             raise DataError(f"{where}, column {empty[0]}: it is empty.")
         name = str(row["id"]) if row.get("id") is not None else where.rpartition(", ")[2]
-        yield name, dict(zip(COLUMNS, texts, strict=True))
+        yield Row(name, *texts)
 
 
 async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) -> None:
-    there = {(row["id"], row["number"]) for row in jsonl.read(asked, expected=_FORM) if "text" in row}
-    todo = ((name, row, number) for name, row in _rows(args) for number in range(args.n) if (name, number) not in there)
+    there = {(row["key"], row["number"]) for row in _answers(asked)}
+    todo = ((row, number) for row in _rows(args) for number in range(args.n) if (row.key, number) not in there)
     if (first := next(todo, None)) is None:
         return
     failed: list[str] = []
@@ -147,8 +174,8 @@ async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) 
         with open(asked, "ab", buffering=0) as file, progress_bar(desc="ask", unit=" rows") as progress:
 
             async def work() -> None:
-                for name, row, number in waiting:
-                    await _ask(answer, name, row, number, file, failed)
+                for row, number in waiting:
+                    await _ask(answer, row, number, file, failed)
                     progress.update()
 
             workers = [asyncio.ensure_future(work()) for _ in range(args.requests)]
@@ -160,23 +187,32 @@ async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) 
                 await asyncio.gather(*workers, return_exceptions=True)
 
 
+def _answers(asked: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal that hold an answer."""
+
+    def parse(line: dict[str, Any]) -> dict[str, Any]:
+        return line if "settings" in line else {name: line[name] for name in _LINE}
+
+    return (line for line in jsonl.read(asked, parse, expected=_FORM) if "settings" not in line)
+
+
 def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from others
 
 
-async def _ask(answer: Any, name: str, row: dict[str, str], number: int, file: Any, failed: list[str]) -> None:
+async def _ask(answer: Any, row: Row, number: int, file: Any, failed: list[str]) -> None:
     from verl_ext.rollout.servers import ServerFailure
 
     try:
-        said = await answer(template.messages(row["problem"], row["reasoning"]))
+        said = await answer(template.messages(row.problem, row.reasoning))
     except ServerFailure as error:  # the next start asks again
         failed.append(str(error))
         if len(failed) >= GIVE_UP_AFTER:
             raise TeacherDown(f"The last {GIVE_UP_AFTER} requests failed: {error}") from error
         return
     failed.clear()
-    line = {"id": name, "number": number, "text": said.text, "was_cut": said.was_cut, "usage": vars(said.usage)}
+    line = dict(zip(_LINE, (row.name, row.key, number, said.text, said.was_cut, vars(said.usage)), strict=True))
     file.write(f"{jsonl.dumps(line)}\n".encode())  # at once and whole, so that a kill loses no answer
 
 
@@ -235,13 +271,13 @@ async def _of_folder(folder: Path, config: "DictConfig", params: dict[str, Any])
 
 def _drafts(args: argparse.Namespace, config: "DictConfig", asked: Path) -> check.Found:
     """Yield a draft for each answer, in the order of the rows, or why there is none."""
-    answers = {(row["id"], row["number"]): row for row in jsonl.read(asked, expected=_FORM) if "text" in row}
+    answers = {(line["key"], line["number"]): line for line in _answers(asked)}
     source = args.name or Path(args.source).stem
     about = {"teacher": args.served_model or args.chat or str(args.teacher), "template": template.digest()}
-    for index, (name, row) in enumerate(_rows(args)):
+    for index, row in enumerate(_rows(args)):
         for number in range(args.n):
-            key = f"{name}/{number}" if args.n > 1 else name
-            said = answers.get((name, number))
+            key = f"{row.name}/{number}" if args.n > 1 else row.name
+            said = answers.get((row.key, number))
             if said is None:
                 yield Unread(key, args.source, LeftOut(Reason.NOT_CHECKED, "the teacher did not answer"))
                 continue
@@ -251,12 +287,12 @@ def _drafts(args: argparse.Namespace, config: "DictConfig", asked: Path) -> chec
             if said["was_cut"]:
                 yield Unread(key, args.source, LeftOut(Reason.CUT_OFF, f"after {len(said['text'])} characters"))
                 continue
-            asks = PROMPTS[config.retool.protocol].format(problem=row["problem"])
+            asks = PROMPTS[config.retool.protocol].format(problem=row.problem)
             prompt = [{"role": "user", "content": asks}]
-            task = {"data_source": source, "ability": "math", "reward_model": {"ground_truth": row["answer"]}}
-            task["extra_info"] = {"index": index, "id": name}
+            task = {"data_source": source, "ability": "math", "reward_model": {"ground_truth": row.answer}}
+            task["extra_info"] = {"index": index, "id": row.name}
             messages = [*prompt, {"role": "assistant", "content": said["text"]}]
-            yield Draft(key, args.source, messages, None, task, about, None, row["reasoning"])
+            yield Draft(key, args.source, messages, None, task, about, None, row.reasoning)
 
 
 async def finished(gate: "Gate", draft: Draft, max_change: float) -> Trace:

@@ -27,7 +27,7 @@ def read_traces(source: str, *, split: str = "train") -> Iterator[Trace | Unread
         yield from read_run(training_folder(Path(source), "rl", "evaluation"))
         return
     for where, row in read_rows(source, split=split, show=False):
-        if row.get("messages") is None:
+        if "messages" not in row:
             raise DataError(f"{where}: a trace needs a column messages; the row has {', '.join(row)}.")
         name = str(row["id"]) if row.get("id") is not None else where.rpartition(", ")[2]
         try:
@@ -42,25 +42,36 @@ def _trace(row: Mapping[str, Any], name: str, source: str) -> Trace:
     gold = gold if gold is not None else next((row[each] for each in _GOLDS if row.get(each) is not None), None)
     gold = about.pop("ground_truth", gold)  # of a kept file, if it is no text
     task = {
-        "data_source": row.get("data_source") or "",
-        "ability": row.get("ability") or "",
+        "data_source": _text(row, "data_source"),
+        "ability": _text(row, "ability"),
         "reward_model": {"ground_truth": gold},
         "extra_info": info or None,
     }
     if kwargs := _object(row, "tools_kwargs") or info.get("tools_kwargs"):  # verl's data set takes them from there
         task["tools_kwargs"] = kwargs
-    tools = _json(row.get("tools")) or None
+    tools = _json(row, "tools") or None
     return Trace(name, source, explicit(row["messages"], tools), tools, task, about)
 
 
 def _object(row: Mapping[str, Any], column: str) -> dict[str, Any]:
     """Return the object in a column, {} if there is none."""
-    value = _json(row.get(column))
+    value = _json(row, column)
     if not isinstance(value, dict | None):
         raise ValueError(f"{column} is {value!r:.80}; expected an object")
     return dict(value or {})
 
 
-def _json(value: Any) -> Any:
-    """Return a value, also if it is JSON text."""
-    return json.loads(value) if isinstance(value, str) and value else value
+def _json(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, also if it is JSON text."""
+    value = row.get(column)
+    try:
+        return json.loads(value) if isinstance(value, str) and value else value
+    except ValueError as error:
+        raise ValueError(f"{column} is {value!r:.80}; expected JSON ({error})") from error
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str | None):
+        raise ValueError(f"{column} is {value!r:.80}; expected text")
+    return value or ""

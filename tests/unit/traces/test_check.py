@@ -174,15 +174,23 @@ def test_what_could_not_be_checked_is_listed_and_ends_with_an_error(check, make_
     ("command", "message"),
     [
         ("check x.jsonl --out kept.txt --config tiny_dapo", "expected a name that ends in .parquet"),
+        ("convert x.jsonl --chat http://127.0.0.1:9 --out kept.txt", "expected a name that ends in .parquet"),
+        ("convert x.jsonl --chat 127.0.0.1:9 --out kept.parquet", "expected a URL"),
+        ("convert x.jsonl --chat http://127.0.0.1:9 --api-key-env NO_KEY --out k.parquet", "no such environment"),
+        ("convert x.jsonl --chat http://127.0.0.1:9 --requests 0 --out kept.parquet", "--requests is 0: expected"),
+        ("check x.jsonl --out kept.parquet --config tiny_dapo --concurrency 0", "--concurrency is 0: expected"),
+        ("check x.jsonl --out kept.parquet --config tiny_dapo", "There is no trace in x.jsonl"),
         ("check x.jsonl --out kept.parquet", "Give --config"),
         ("check x.jsonl --out kept.parquet --config nothing", "nothing.yaml does not exist"),
         ("check x.jsonl --out kept.parquet --config tiny_dapo --max-tokens 9", "needs the tokenizer of --model"),
     ],
 )
-def test_a_wrong_option_is_said_at_once(command, message, tmp_path, monkeypatch):
+def test_a_wrong_option_is_said_at_once(command, message, tmp_path, monkeypatch, capsys):
     from verl_ext.traces.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SANDBOX_URL", "http://127.0.0.1:9")
-    with pytest.raises(SystemExit, match=message):
+    (tmp_path / "x.jsonl").touch()
+    with pytest.raises(SystemExit) as error:
         main(command.split())
+    assert message in f"{error.value} {capsys.readouterr().err}"

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.chat_endpoint import ChatEndpoint, Refused, serving
+from verl_ext.runs.lock import lock_file
 from verl_ext.sandbox.launch import running_server
 from verl_ext.traces.__main__ import main
 
@@ -185,6 +186,29 @@ def test_what_a_teacher_did_not_answer_is_asked_again_and_the_rest_is_not(conver
         assert asked == {0: 1, 1: 9, 2: 1}
         convert(endpoint, 3, "--temperature", "0.1")
     assert "holds answers to other settings" in convert.message
+
+
+def test_a_row_that_was_changed_is_asked_about_anew_and_an_id_may_occur_twice(tmp_path, sandbox):
+    asked: Counter[int] = Counter()
+
+    def say(messages: list[dict[str, Any]]) -> str:
+        asked[number_of(messages)] += 1
+        return good(number_of(messages))
+
+    rows, out = tmp_path / "mine.jsonl", tmp_path / "traces.parquet"
+    lines = [json.loads(line) | {"id": "same"} for line in write_rows(rows, 3).read_text().splitlines()]
+    with serving(ChatEndpoint(say)) as endpoint:
+        argv = ["convert", str(rows), "--chat", endpoint.url, "--config", "qwen3-0.6b_dapo", "--out", str(out)]
+        argv += ["--sandbox-url", sandbox]
+        with pytest.raises(SystemExit, match="the row has no question"):
+            main([*argv, "--columns", "question", "answer", "reasoning"])
+        for now in (lines[:2], lines[1:]):  # the first row is another one in the second file
+            rows.write_text("".join(json.dumps(line) + "\n" for line in now))
+            main(argv)
+            assert [row["problem"] for row in pq.read_table(out).to_pylist()] == [line["problem"] for line in now]
+        assert asked == {0: 1, 1: 1, 2: 1}
+        with lock_file(tmp_path / "traces.asked.jsonl"), pytest.raises(SystemExit, match="Another run writes into"):
+            main(argv)
 
 
 @pytest.mark.nightly

@@ -68,6 +68,12 @@ def test_a_row_that_is_no_conversation_is_left_out_and_one_without_messages_stop
     found = read(tmp_path, *rows, {"messages": [USER, ANSWER], "extra_info": [1]})
     assert [isinstance(each, Trace) for each in found] == [False, True, False, False]
     assert found[-1].why.detail == "extra_info is [1]; expected an object"
+    columns = {"data_source": 5, "ability": ["math"], "extra_info": "{", "messages": None}
+    odd = read(tmp_path, *({"messages": [USER, ANSWER], name: value} for name, value in columns.items()))
+    assert [each.why.detail.partition(";")[0] for each in odd[:3]] == [
+        *("data_source is 5", "ability is ['math']", "extra_info is '{'")
+    ]
+    assert "found None" in odd[3].why.detail
     assert {each.why.reason for each in found if not isinstance(each, Trace)} == {Reason.NOT_A_TRACE}
     with pytest.raises(DataError, match=r"traces.jsonl, line 1: a trace needs a column messages; the row has prompt"):
         read(tmp_path, {"prompt": [USER]})
