@@ -95,7 +95,7 @@ def read_sft(source: str, test: Iterable[dict[str, Any]], prompt: str | None) ->
         test: rows whose problems no trace may have.
         prompt: key of PROMPTS: the instructions that the traces' problems get; None: their prompts stay as they are.
     Raises:
-        DataError: the source cannot be read, or no trace is left.
+        DataError: the source cannot be read, or fewer than two traces are left.
     """
     held_out, rows, report = {problem_key(row) for row in test}, [], Report()
     for found in read_traces(source):
@@ -117,8 +117,8 @@ def read_sft(source: str, test: Iterable[dict[str, Any]], prompt: str | None) ->
             rows.append({"messages": messages, "tools": tools, "id": found.id})
     report.distinct = report.kept = len(rows)
     print(report)
-    if not rows:
-        raise DataError(f"No trace of {source} is left for SFT. See above why they were dropped.")
+    if len(rows) < 2:
+        raise DataError(f"{len(rows)} traces of {source} are left for SFT, which needs at least 2. See above for why.")
     return rows
 
 

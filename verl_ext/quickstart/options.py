@@ -95,10 +95,11 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             parser.error(f"--{name} {path}: there is no such file")
         setattr(args, name, path.resolve() if path else None)
     for each in args.reward:
-        if not Path(each.partition(":")[0]).is_file():
+        file, colon, _ = each.partition(".py:")
+        if not Path(f"{file}.py" if colon else file).is_file():
             parser.error(f"--reward {each}: there is no such file; expected FILE.py or FILE.py:NAME")
     if not args.data:
-        if args.traces or args.tools:
+        if args.traces or (args.tools and not args.source):
             parser.error("--traces and --tools need --data, the problems that they are for")
         return
     if args.compare:

@@ -36,7 +36,7 @@ class Own:
     def digests(self) -> dict[str, str]:
         """Return what the files hold, for the journal: with another file it is another run."""
         named = {"data": self.data, "traces": self.traces, "tools": self.tools}
-        files = [Path(each.partition(":")[0]) for each in self.rewards]
+        files = [Path(_parts_of(each)[0]) for each in self.rewards]
         named |= {f"reward {number}": file for number, file in enumerate(files)}
         found = {name: _digest(path) for name, path in named.items() if path}
         return found | ({"rewards": " ".join(self.rewards)} if self.rewards else {})
@@ -54,11 +54,10 @@ class Own:
         found = []
         if self.tools:
             found += ["retool.protocol=hermes"]
-            found += [f"actor_rollout_ref.rollout.multi_turn.function_tool_path='{self.tools}'"]
-        for each in self.rewards:
-            path, _, weight = each.partition("=")
-            name = path.rpartition(":")[2]
-            found += [f"+reward.reward_kwargs.terms.{name}={{path: '{path}', weight: {weight or 1.0}}}"]
+            found += [f"actor_rollout_ref.rollout.multi_turn.function_tool_path={_quoted(str(self.tools))}"]
+        for path, name, weight in map(_parts_of, self.rewards):
+            where = _quoted(f"{path}:{name}")
+            found += [f"+reward.reward_kwargs.terms.{name}={{path: {where}, weight: {weight or 1.0}}}"]
         return found
 
     def prepare_command(self, out: Path) -> list[str]:
@@ -82,19 +81,40 @@ def read_rewards(given: list[str]) -> tuple[str, ...]:
     """Return `FILE.py:NAME` for each function that is meant: all public ones of a file without a name.
 
     Raises:
-        SystemExit: there is no such function.
+        SystemExit: there is no such function, a weight is no number, or two have one name.
     """
-    found = []
+    found: dict[str, str] = {}
     for each in given:
-        path, colon, name = each.partition(":")
+        path, name, weight = _parts_of(each)
         file = Path(path).resolve()
-        functions = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-        named = [name] if colon else [function for function in functions if not function.startswith("_")]
-        if not named or (colon and name.partition("=")[0] not in functions):
+        try:
+            functions = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+        except (SyntaxError, ValueError) as error:
+            raise SystemExit(f"--reward {each}: {file} is no Python file: {error}") from None
+        named = [name] if name else [function for function in functions if not function.startswith("_")]
+        if not named or (name and name not in functions):
             has = ", ".join(functions) or "none"
             raise SystemExit(f"--reward {each}: expected FILE.py:NAME of a function in {file.name}; it has {has}.")
-        found += [f"{file}:{function}" for function in named]
-    return tuple(found)
+        try:
+            float(weight or 1.0)
+        except ValueError:
+            raise SystemExit(f"--reward {each}: its weight is {weight!r}; expected a number.") from None
+        if twice := [function for function in named if function in found]:
+            raise SystemExit(f"--reward {each}: there is another term {twice[0]}. Give each function another name.")
+        found |= {function: f"{file}:{function}{weight and f'={weight}'}" for function in named}
+    return tuple(found.values())
+
+
+def _parts_of(reward: str) -> tuple[str, str, str]:
+    """Return file, name and weight of `FILE.py:NAME=WEIGHT`; name and weight are "" if they are not there."""
+    file, colon, function = reward.partition(".py:")
+    name, _, weight = function.partition("=")
+    return f"{file}.py" if colon else file, name, weight
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra's overrides quote it."""
+    return "'{}'".format(text.replace("'", "\\'"))
 
 
 def _measured(data: Path, stage: str) -> list[str]:

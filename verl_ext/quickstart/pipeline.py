@@ -352,6 +352,8 @@ def main() -> None:
     try:
         source = find_source(args.source) if args.source else None
         own = Own(args.data, args.traces, args.tools, read_rewards(args.reward))
+        if source:
+            source.check_tools(own.digests().get("tools"))
         settings = (args.seed, args.prepare, args.sft, seeds + args.rl)
         rung = RUNGS[source.settings["sft"].get("model", "tiny") if source else args.model]
         path = args.model_path or os.environ.get("MODEL_PATH", "")

@@ -46,6 +46,16 @@ class Source:
         lines += [f"  {name} ({TAKEN[name]}), SHA-256 {digest}" for name, digest in self.digests.items()]
         return "\n".join(lines)
 
+    def check_tools(self, digest: str | None) -> None:
+        """Check that the run gets the tools that the SFT has taught, given as `Own.digests` has them.
+
+        Raises:
+            NoSource: it gets others, or none.
+        """
+        if digest != self.settings["sft"].get("own", {}).get("tools"):
+            has = "other tools" if "tools" in self.settings["sft"].get("own", {}) else "no tools of a file"
+            raise NoSource(f"--from {self.folder}: its SFT has taught {has}. Give the --tools that it was made with.")
+
     def copy_to(self, out: Path) -> None:
         """Copy data, initial model and SFT, without checkpoints.
 

@@ -73,11 +73,30 @@ def test_a_file_of_rewards_means_its_public_functions(files):
     assert read_rewards([f"{file}:short=0.5"]) == (f"{file}:short=0.5",)
     with pytest.raises(SystemExit, match="it has one_call, short, _of"):
         read_rewards([f"{file}:shorter"])
+    with pytest.raises(SystemExit, match="there is another term short"):
+        read_rewards([f"{file}:short=0.5", str(file)])
+    with pytest.raises(SystemExit, match="its weight is 'half'; expected a number"):
+        read_rewards([f"{file}:short=half"])
+    files["mine.jsonl"].with_name("bad.py").write_text("def")
+    with pytest.raises(SystemExit, match="bad.py is no Python file: invalid syntax"):
+        read_rewards([str(file.with_name("bad.py"))])
     terms = Own(rewards=(f"{file}:short=0.5", f"{file}:one_call")).rl_overrides(Path())
     assert terms == [
         f"+reward.reward_kwargs.terms.short={{path: '{file}:short', weight: 0.5}}",
         f"+reward.reward_kwargs.terms.one_call={{path: '{file}:one_call', weight: 1.0}}",
     ]
+
+
+@pytest.mark.parametrize("folder", ["it's mine, {x}", "a=b: c"])
+def test_files_may_lie_in_any_folder(folder, files, tmp_path):
+    from verl_ext.evaluation.settings import load_config
+
+    (tmp_path / folder).mkdir()
+    reward, tools = (files[name].rename(tmp_path / folder / name) for name in ("reward.py", "tools.py"))
+    assert parse_options(["--reward", f"{reward}:short=0.5"]).reward
+    config = load_config("tiny_dapo", Own(tools=tools, rewards=read_rewards([f"{reward}:short=0.5"])).parts())
+    assert config.reward.reward_kwargs.terms.short == {"path": f"{reward}:short", "weight": 0.5}
+    assert config.actor_rollout_ref.rollout.multi_turn.function_tool_path == str(tools)
 
 
 def make(run) -> list[str]:
@@ -173,4 +192,8 @@ def test_too_few_problems_and_traces_that_are_none_are_named(files, tmp_path):
     few.write_text("".join(files["mine.jsonl"].read_text().splitlines(keepends=True)[:10]))
     assert "few.jsonl has 10 usable problems; RL and its test need at least 40" in run("--data", few)
     (tmp_path / "none.jsonl").write_text('{"messages": [{"role": "user", "content": "What?"}]}\n')
-    assert "No trace of" in run("--data", files["mine.jsonl"], "--traces", tmp_path / "none.jsonl")
+    message = run("--data", files["mine.jsonl"], "--traces", tmp_path / "none.jsonl")
+    assert f"0 traces of {tmp_path / 'none.jsonl'} are left for SFT, which needs at least 2" in message
+    last = files["traces.jsonl"].read_text().splitlines(keepends=True)[-1]
+    (tmp_path / "none.jsonl").write_text(last)
+    assert "1 traces of" in run("--data", files["mine.jsonl"], "--traces", tmp_path / "none.jsonl")

@@ -45,6 +45,20 @@ def test_another_sft_in_the_folder_that_from_names_is_not_mixed_in(source, make_
         run_pipeline(make_run(out=out, source=find_source(source)), ["rl"])
 
 
+def test_an_sft_that_taught_tools_of_a_file_wants_them_again(source):
+    find_source(source).check_tools(None)
+    with pytest.raises(NoSource, match="its SFT has taught no tools of a file"):
+        find_source(source).check_tools("0123")
+    journal = Journal(source / "stages.json")
+    settings = find_source(source).settings["sft"] | {"own": {"tools": "0123"}}
+    journal.add(stage="sft", status="done", wall_s=1.0, settings=settings)
+    find_source(source).check_tools("0123")
+    for other in (None, "4567"):
+        with pytest.raises(NoSource, match="has taught other tools. Give the --tools that it was made with"):
+            find_source(source).check_tools(other)
+    assert parse_options(["--from", str(source), "--tools", __file__]).tools
+
+
 @pytest.mark.parametrize("gone", ["sft/merged/model.safetensors", "data/eval.parquet", "merge_sft"])
 def test_from_names_what_its_folder_lacks(source, gone):
     if "/" in gone:
