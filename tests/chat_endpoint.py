@@ -52,7 +52,7 @@ class ChatEndpoint:
         message = {"role": "assistant"} | (said if isinstance(said, dict) else {"content": said})
         text = message.get("content") or ""
         stops = [text.find(stop) for stop in body.get("stop") or [] if stop in text]
-        if stops:
+        if stops and isinstance(text, str):
             message["content"] = text[: min(stops)]
         reason = "tool_calls" if message.get("tool_calls") else message.pop("finish_reason", "stop")
         usage = {"prompt_tokens": 10 * len(messages), "completion_tokens": 7, "total_tokens": 0}

@@ -167,11 +167,12 @@ class ChatServer:
         try:
             choice = said["choices"][0]
             message = choice["message"]
-            refusal = message.get("refusal") or ""
+            refusal = str(message.get("refusal") or "")
             tokens = [int((said.get("usage") or {}).get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
             usage = Usage(1, *tokens, int(bool(refusal) or choice.get("finish_reason") == _CONTENT_FILTER))
-            calls = [call["function"] for call in message.get("tool_calls") or []]
-            text = refusal or text_of({**message, "content": message.get("content") or ""})
+            called = [call["function"] for call in message.get("tool_calls") or []]
+            calls = [{**function, "name": str(function["name"])} for function in called]
+            text = refusal or text_of({**message, "content": _joined(message.get("content"))})
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ServerFailure(f"{self.url} answered {str(said)[:200]!r}, expected a message") from error
         return Answer(text, calls, choice.get("finish_reason") == "length", usage)
@@ -189,6 +190,13 @@ class ChatServer:
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
+
+
+def _joined(content: Any) -> Any:
+    """Return a content as text if it is a list of parts, of which those that are no text do not count."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part["type"] == "text")
+    return content or ""
 
 
 class ChatLoop(RetoolAgentLoop):

@@ -134,7 +134,11 @@ class Talk:
             calls = answer.calls[: 1 if self._is_code else None]
             try:
                 text = self.protocol.write(text.rstrip(), [self._call(call) for call in calls])
-            except (ValueError, MalformedCall):  # as the model would have written it, so that the loop answers
+            except (
+                ValueError,
+                RecursionError,
+                MalformedCall,
+            ):  # as the model would have written it, so that the loop answers
                 text = f"{text}\n{CALL_START}\n{json.dumps(calls[0])}\n</tool_call>"
             return text, self.protocol.call_ends_turn or CODE_STOP not in text
         if not self._is_code:

@@ -26,6 +26,7 @@ from verl_ext.datasets.rows import DataError, field, progress_bar, read_rows
 from verl_ext.datasets.text import PROMPTS
 from verl_ext.evaluation.options import STYLES, check_endpoint
 from verl_ext.protocols.base import CODE_TOOL, Call
+from verl_ext.protocols.thinking import without_thinking
 from verl_ext.runs import jsonl
 from verl_ext.runs.lock import lock_file
 from verl_ext.traces import check, template
@@ -212,7 +213,8 @@ async def _ask(answer: Any, row: Row, number: int, file: Any, failed: list[str])
             raise TeacherDown(f"The last {GIVE_UP_AFTER} requests failed: {error}") from error
         return
     failed.clear()
-    line = dict(zip(_LINE, (row.name, row.key, number, said.text, said.was_cut, vars(said.usage)), strict=True))
+    text = without_thinking(said.text)
+    line = dict(zip(_LINE, (row.name, row.key, number, text, said.was_cut, vars(said.usage)), strict=True))
     file.write(f"{jsonl.dumps(line)}\n".encode())  # at once and whole, so that a kill loses no answer
 
 

@@ -33,6 +33,7 @@ from verl_ext.datasets.text import PROMPTS
 from verl_ext.environments.corpus import open_corpus
 from verl_ext.environments.search import Search
 from verl_ext.evaluation.options import STYLES
+from verl_ext.protocols.thinking import without_thinking
 from verl_ext.runs import jsonl, parquet
 from verl_ext.traces import wording
 from verl_ext.traces.chains import Chain, Documents
@@ -264,7 +265,7 @@ class _Teacher:
                     raise TeacherDown(f"The last {GIVE_UP_AFTER} requests failed: {error}") from error
                 raise Dropped(Drop.NOT_ASKED) from error
             self._failed = 0
-            self._answers[asked] = {"asked": asked, "text": said.text, "is_whole": not said.was_cut}
+            self._answers[asked] = {"asked": asked, "text": without_thinking(said.text), "is_whole": not said.was_cut}
             self._answers[asked] |= {"refusals": said.usage.refusals}
             self._file.write(f"{jsonl.dumps(self._answers[asked])}\n".encode())
         row = self._answers[asked]

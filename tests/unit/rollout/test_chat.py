@@ -153,6 +153,23 @@ def test_a_call_that_cannot_be_run_is_the_teachers_error(sample, arguments):
     assert all(row["calls"][0]["status"].startswith("malformed:") for row in rows.values())
 
 
+@pytest.mark.parametrize(
+    "call",
+    [{"id": "x"}, {"function": None}, {"function": "x"}, {"function": {"arguments": "{}"}}],
+)
+def test_an_answer_of_another_form_is_the_endpoints_failure(sample, call):
+    rows, _ = sample(ChatEndpoint(lambda messages: {"content": "", "tool_calls": [call]}), style="tools")
+    assert [row["end_reason"] for row in rows.values()] == ["aborted"] * 2
+
+
+def test_a_content_in_parts_is_text_without_those_that_are_none(sample):
+    def say(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": solve(messages)}]}
+
+    rows, _ = sample(ChatEndpoint(say, takes=("max_tokens",)), style="turns")
+    assert [row["acc"] for row in rows.values()] == [1.0, 1.0]
+
+
 def test_thinking_is_recorded_and_not_sent_again(sample):
     def say(messages: list[dict[str, Any]]) -> dict[str, Any]:
         return {"content": solve(messages), "reasoning_content": "Let me see."}

@@ -149,6 +149,19 @@ def test_programs_stand_in_the_text_with_what_the_sandbox_printed(convert):
     assert about["teacher"].startswith("http://127.0.0.1") and about["template"]
 
 
+@pytest.mark.parametrize("key", ["content", "reasoning_content"])
+def test_the_thinking_of_a_teacher_is_no_part_of_the_trace(convert, key):
+    thinks = "I multiply first.\n<code>\nprint(1)\n</code>\n" * 20
+
+    def say(number: int) -> dict[str, str]:
+        return {"content": f"<think>\n{thinks}</think>\n\n" * (key == "content") + good(number)} | (
+            {key: thinks} if key != "content" else {}
+        )
+
+    kept, left = convert(say, 2)
+    assert len(kept) == 2 and not left and "multiply first" not in json.dumps(kept)
+
+
 def test_bad_teachers_are_caught_each_with_its_reason(convert, monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     says = [good, *(say for say, _ in BAD.values())]
