@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 23,200.
+"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 23,900.
 
 Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
 generated, and docs/upstream/, which is written for verl's tracker.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 23_200
+TOTAL = 23_900
 BUDGETS = {
     "README.md": 650,
     "CONTRIBUTING.md": 550,
@@ -23,7 +23,7 @@ BUDGETS = {
     "docs/tutorials/train-one-gpu.md": 450,
     "docs/tutorials/own-task.md": 900,
     "docs/guides/data.md": 500,
-    "docs/guides/traces.md": 750,
+    "docs/guides/traces.md": 950,
     "docs/guides/evaluate.md": 400,
     "docs/guides/resume.md": 450,
     "docs/guides/async.md": 800,
@@ -48,6 +48,7 @@ BUDGETS = {
     "docs/evidence/index.md": 300,
     "docs/evidence/small-models.md": 500,
     "docs/evidence/objectives.md": 500,
+    "docs/evidence/cold-start.md": 370,
     "docs/evidence/environments.md": 350,
     "docs/evidence/async.md": 450,
     "docs/evidence/faults.md": 500,
