@@ -4,7 +4,6 @@ A sample that an infrastructure failure (sandbox, server, verifier) ended is in 
 it. Everything here runs in one event loop.
 """
 
-import asyncio
 import functools
 import json
 import logging
@@ -34,6 +33,7 @@ from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.servers import Server, ServerFailure
 from verl_ext.rollout.standalone import make_loop
+from verl_ext.runs.workers import run_together
 from verl_ext.settings import REPO, FailedSamples
 
 logger = logging.getLogger(__name__)
@@ -159,13 +159,7 @@ class Sampler:
                     progress.update()
                     self._stop_if_down(row)
 
-            workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(todo)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+            await run_together(work, min(concurrency, len(todo)))
 
     async def take(self, task: Task, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Take one sample and return it as a row of the records.

@@ -39,7 +39,7 @@ class OpenAiEndpoint:
 
     def __init__(self, url: str, *, api_key: str, timeout_s: float, max_attempts: int):
         self.url, self._api_key = url.rstrip("/"), api_key
-        self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._timeout_s, self.max_attempts = timeout_s, max_attempts
         self._client: Any = None
         self._first_model = ""
 
@@ -109,7 +109,7 @@ class OpenAiEndpoint:
             api_key=self._api_key or "EMPTY",
             default_headers={name: openai.Omit() for name in ("OpenAI-Organization", "OpenAI-Project")},
             timeout=self._timeout_s,
-            max_retries=self._max_attempts - 1,
+            max_retries=self.max_attempts - 1,
             http_client=Client(trust_env=False),
         )
 

@@ -23,11 +23,11 @@ from verl_ext.episode import USAGE, Usage
 from verl_ext.protocols.base import CODE_SCHEMA
 from verl_ext.protocols.code import CODE_STOP
 from verl_ext.protocols.trace import text_of
-from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
+from verl_ext.reward.openai_endpoint import OpenAiEndpoint
 from verl_ext.rollout.lives import Life
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.response import Rollout
-from verl_ext.rollout.servers import ServerFailure, ServerRefused
+from verl_ext.rollout.servers import ServerFailure, ServerRefused, ask
 from verl_ext.rollout.talk import Answer, Talk
 from verl_ext.rollout.ways import Way
 
@@ -80,7 +80,7 @@ class ChatServer:
             ServerFailure: it does not answer.
         """
         if not self.model:
-            served = (await self._request("/models"))["data"]
+            served = (await ask(self._endpoint, "/models"))["data"]
             if not served:
                 raise ServerRefused(f"{self.url} serves no model.")
             self.model = served[0]["id"]
@@ -163,7 +163,7 @@ class ChatServer:
                 name = "max_completion_tokens"  # as OpenAI calls it now
             if name not in self._omitted:
                 body[name] = value
-        said = await self._request("/chat/completions", body)
+        said = await ask(self._endpoint, "/chat/completions", body)
         try:
             choice = said["choices"][0]
             message = choice["message"]
@@ -176,17 +176,6 @@ class ChatServer:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ServerFailure(f"{self.url} answered {str(said)[:200]!r}, expected a message") from error
         return Answer(text, calls, choice.get("finish_reason") == "length", usage)
-
-    async def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            answer = await self._endpoint.request(path, body)
-        except RequestFailed as error:
-            if error.is_refusal:
-                raise ServerRefused(f"{self.url}{path} refused the request with {error}") from error
-            raise ServerFailure(f"{self.url}{path} failed at every attempt, the last time: {error}") from error
-        if not isinstance(answer, dict) or not ("choices" in answer or "data" in answer):
-            raise ServerFailure(f"{self.url}{path} answered {str(answer)[:200]!r}, expected `choices` or `data`")
-        return answer
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()

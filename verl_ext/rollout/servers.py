@@ -47,6 +47,24 @@ class Server(Protocol):
     async def aclose(self) -> None: ...
 
 
+async def ask(endpoint: OpenAiEndpoint, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what an endpoint answers to a GET, or to a POST of `body`: an object with `choices` or `data`.
+
+    Raises:
+        ServerFailure, ServerRefused: see there.
+    """
+    where = f"{endpoint.url}{path}"
+    try:
+        answer = await endpoint.request(path, body)
+    except RequestFailed as error:
+        if error.is_refusal:
+            raise ServerRefused(f"{where} refused the request with {error}") from error
+        raise ServerFailure(f"{where} failed {endpoint.max_attempts} times, the last time: {error}") from error
+    if not isinstance(answer, dict) or not ("choices" in answer or "data" in answer):
+        raise ServerFailure(f"{where} answered {str(answer)[:200]!r}, expected `choices` or `data`")
+    return answer
+
+
 def turn_seed(seed: int, prompt_ids: Sequence[int]) -> int:
     """Return the seed of one turn: each turn of a sample has a different one, because its prompt grows."""
     return (seed + len(prompt_ids)) % 2**63
@@ -168,7 +186,6 @@ class OpenAiServer:
         self.max_model_len: int | None = None
         self.interface = ""
         self._ids_in = self._ids_out = True
-        self._max_attempts = max_attempts
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def find_model(self) -> None:
@@ -254,16 +271,7 @@ class OpenAiServer:
         return choice
 
     async def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            answer = await self._endpoint.request(path, body)
-        except RequestFailed as error:
-            if error.is_refusal:
-                raise ServerRefused(f"{self.url}{path} refused the request with {error}") from error
-            times = f"failed {self._max_attempts} times, the last time"
-            raise ServerFailure(f"{self.url}{path} {times}: {error}") from error
-        if not isinstance(answer, dict) or not ("choices" in answer or "data" in answer):
-            raise ServerFailure(f"{self.url}{path} answered {str(answer)[:200]!r}, expected `choices` or `data`")
-        return answer
+        return await ask(self._endpoint, path, body)
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()

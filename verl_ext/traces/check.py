@@ -24,6 +24,7 @@ from verl_ext.evaluation.defaults import choose
 from verl_ext.evaluation.settings import ConfigError, load_config
 from verl_ext.runs.folder import FOLDER, SETTINGS
 from verl_ext.runs.machine import environment
+from verl_ext.runs.workers import run_together
 from verl_ext.sandbox.launch import running_server
 from verl_ext.traces.select import CHOICES, Selection, disagreements, select
 from verl_ext.traces.sources import read_traces
@@ -180,13 +181,9 @@ async def _check_all(
                 progress.set_postfix(counts, refresh=False)
                 progress.update()
 
-        workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
         try:
-            await asyncio.gather(*workers)
+            await run_together(work, concurrency)
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
             await shared_client(config.retool.sandbox).aclose()
 
 

@@ -29,6 +29,7 @@ from verl_ext.protocols.base import CODE_TOOL, Call
 from verl_ext.protocols.thinking import without_thinking
 from verl_ext.runs import jsonl
 from verl_ext.runs.lock import lock_file
+from verl_ext.runs.workers import run_together
 from verl_ext.traces import check, template
 from verl_ext.traces.output import beside
 from verl_ext.traces.rewriting import check_outputs_agree, check_text, split
@@ -179,13 +180,7 @@ async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) 
                     await _ask(answer, row, number, file, failed)
                     progress.update()
 
-            workers = [asyncio.ensure_future(work()) for _ in range(args.requests)]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+            await run_together(work, args.requests)
 
 
 def _answers(asked: Path) -> Iterator[dict[str, Any]]:
