@@ -1,14 +1,13 @@
 """Every place where this package replaces or overrides something of verl, vLLM or another library.
 
 `python -m verl_ext.patches --check` compares each row with the installed source: after an upgrade, it prints what to
-look at again. Before an upgrade, compare with a copy of the new version:
+look at again. Compare a copy of a new version first:
 
     pip install --no-deps --target /tmp/new verl==0.10.0
     python -m verl_ext.patches --check --packages /tmp/new
 
-The hashes are of the packages in requirements/cpu.txt. Sources are read without being imported. Subclasses of verl's
-abstract classes and a trainer's `on_...` hooks are not listed; what the sandbox replaces of Python's own modules is in
-sandbox/server/preload.py.
+The hashes are of requirements/cpu.txt; sources are not imported. Not listed: subclasses of verl's abstract classes, a
+trainer's `on_...` hooks, and what sandbox/server/preload.py replaces of Python's own modules.
 """
 
 import argparse
@@ -116,9 +115,7 @@ TABLE: dict[str, list[Patch]] = {
         replaced("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", "it drops weights", "5bad84c8"),
         replaced("vllm.v1.sample.ops.topk_topp_sampler.compiled_random_sample", "it draws for each token", "9d754672"),
     ],
-    "verl_ext/doctor/__main__.py": [
-        replaced("yaml.loader.SafeLoader", "libyaml parses faster", "6366c175"),
-    ],
+    "verl_ext/doctor/__main__.py": [replaced("yaml.loader.SafeLoader", "libyaml parses faster", "6366c175")],
     "verl_ext/environments/toolbox.py": [
         instance("verl.tools.schemas.OpenAIFunctionPropertySchema", "keeps items, default, ...", "895b62e9"),
         instance("verl.tools.schemas.OpenAIFunctionParametersSchema", "keeps $defs, ...", "3678db3f"),
@@ -326,9 +323,8 @@ def find(symbol: str, packages: Path | None = None) -> tuple[str, list[ast.AST]]
 
 
 def hash_of(symbol: str, packages: Path | None = None) -> str:
-    """Return the hash of a symbol's definitions as syntax trees, so that comments, docstrings and formatting do not
-    count; "" if it is gone. A name that its module imports from another one has the hash of its definition there.
-    """
+    """Return the hash of a symbol's definitions as syntax trees, without docstrings; "" if it is gone. A name that its
+    module imports from another one has the hash of its definition there."""
     # Python 3.12 added the field that is cut. A library that uses it does not run with 3.11.
     trees = [ast.dump(node).replace(", type_params=[]", "") for node in find(symbol, packages)[1]]
     return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:8] if trees else ""

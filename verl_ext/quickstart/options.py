@@ -71,20 +71,25 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     args.out = args.out.resolve() if args.out else None
     _check_own(parser, args)
     if args.source:
-        args.source = args.source.resolve()
-        if not (args.source / JOURNAL).is_file():
-            parser.error(f"--from {args.source}: expected the folder of a quickstart, but it has no {JOURNAL}")
-        if args.compare:
-            parser.error("--from starts from an SFT with the tool, but --compare text needs another SFT; use --out")
-        if args.data or args.prepare or args.sft:
-            parser.error("--from reuses data and SFT as they are: --data, --prepare and --sft cannot be set with it")
-        if args.out == args.source:
-            parser.error(f"--from {args.source} and --out are the same folder; the new run needs another one")
-        if args.out in args.source.parents:
-            parser.error(f"--out {args.out} contains the folder of --from; the new run needs another one")
+        _check_source(parser, args)
     elif not args.out:
         args.out = REPO / "outputs" / args.data.stem if args.data else DEFAULT_OUT[args.model]
     return args
+
+
+def _check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command if there is nothing to start from, or another option contradicts it."""
+    args.source = args.source.resolve()
+    if not (args.source / JOURNAL).is_file():
+        parser.error(f"--from {args.source}: expected the folder of a quickstart, but it has no {JOURNAL}")
+    if args.compare:
+        parser.error("--from starts from an SFT with the tool, but --compare text needs another SFT; use --out")
+    if args.data or args.prepare or args.sft:
+        parser.error("--from reuses data and SFT as they are: --data, --prepare and --sft cannot be set with it")
+    if args.out == args.source:
+        parser.error(f"--from {args.source} and --out are the same folder; the new run needs another one")
+    if args.out in args.source.parents:
+        parser.error(f"--out {args.out} contains the folder of --from; the new run needs another one")
 
 
 def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
