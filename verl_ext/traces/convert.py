@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -31,7 +30,7 @@ from verl_ext.runs import jsonl
 from verl_ext.runs.lock import lock_file
 from verl_ext.runs.workers import run_together
 from verl_ext.traces import check, template
-from verl_ext.traces.output import beside
+from verl_ext.traces.output import begin_answers, beside
 from verl_ext.traces.rewriting import check_outputs_agree, check_text, split
 from verl_ext.traces.trace import LeftOut, Reason, Trace, Unread
 
@@ -123,19 +122,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepare_journal(asked: Path, args: argparse.Namespace) -> None:
-    """Begin the file of answers, or see that the one that is there was made with the same settings."""
     teacher = args.chat or str(args.teacher)
     settings = {"teacher": teacher, "model": args.served_model, "template": template.digest()}
     settings |= {"temperature": args.temperature, "reply_tokens": args.reply_tokens, "columns": list(args.columns)}
-    jsonl.cut_half_line(asked)
-    head = list(itertools.islice(jsonl.read(asked, expected=_FORM), 2))
-    if len(head) < 2:  # no answer is lost
-        asked.write_text(jsonl.dumps({"settings": settings}) + "\n", encoding="utf-8")
-    elif head[0].get("settings") != settings:
-        raise ValueError(
-            f"{asked} holds answers to other settings: {head[0].get('settings')}; now they are {settings}. Use the "
-            "same, another --out, or delete the file."
-        )
+    begin_answers(asked, settings)
 
 
 class Row(NamedTuple):

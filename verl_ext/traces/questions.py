@@ -32,13 +32,13 @@ from verl_ext.datasets.rows import progress_bar
 from verl_ext.datasets.text import PROMPTS
 from verl_ext.environments.corpus import open_corpus
 from verl_ext.environments.search import Search
-from verl_ext.evaluation.options import STYLES
+from verl_ext.evaluation.options import STYLES, check_endpoint
 from verl_ext.protocols.thinking import without_thinking
 from verl_ext.runs import jsonl, parquet
 from verl_ext.traces import wording
 from verl_ext.traces.chains import Chain, Documents
 from verl_ext.traces.hops import MAX_PAGES, Drop, Dropped, Told, check_chain, check_question, check_searches, gold_path
-from verl_ext.traces.output import as_text, beside, row_of, write_kept
+from verl_ext.traces.output import as_text, begin_answers, beside, row_of, write_kept
 from verl_ext.traces.trace import Trace
 
 VERIFIER = "exact"  # as the `ability` of the rows, it chooses this verifier
@@ -109,6 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--request-timeout", type=float, default=600.0, metavar="S", help="default: 600 s")
     add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7")
     add("--reply-tokens", type=int, default=1024, metavar="N", help="of a question (default: 1024)")
+    parser.set_defaults(check_options=lambda parser, args: check_endpoint(parser, args, "chat"))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -280,15 +281,7 @@ def _journal(args: argparse.Namespace) -> Path:
     file = beside(args.out, "asked.jsonl")
     settings = {"teacher": args.chat, "model": args.served_model, "template": wording.digest()}
     settings |= {"temperature": args.temperature, "reply_tokens": args.reply_tokens}
-    jsonl.cut_half_line(file)
-    there = next(iter(jsonl.read(file)), None) if file.exists() else None
-    if there is None:
-        file.write_text(jsonl.dumps({"settings": settings}) + "\n", encoding="utf-8")
-    elif there.get("settings") != settings:
-        raise ValueError(
-            f"{file} holds answers to other settings: {there.get('settings')}; now they are {settings}. Use the same, "
-            "another --out, or delete the file."
-        )
+    begin_answers(file, settings)
     return file
 
 

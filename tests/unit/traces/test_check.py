@@ -176,6 +176,7 @@ def test_what_could_not_be_checked_is_listed_and_ends_with_an_error(check, make_
         ("check x.jsonl --out kept.txt --config tiny_dapo", "expected a name that ends in .parquet"),
         ("convert x.jsonl --chat http://127.0.0.1:9 --out kept.txt", "expected a name that ends in .parquet"),
         ("convert x.jsonl --chat 127.0.0.1:9 --out kept.parquet", "expected a URL"),
+        ("questions c.jsonl --chat 127.0.0.1:9 --out kept.parquet", "expected a URL"),
         ("convert x.jsonl --chat http://127.0.0.1:9 --api-key-env NO_KEY --out k.parquet", "no such environment"),
         ("convert x.jsonl --chat http://127.0.0.1:9 --requests 0 --out kept.parquet", "--requests is 0: expected"),
         ("check x.jsonl --out kept.parquet --config tiny_dapo --concurrency 0", "--concurrency is 0: expected"),
