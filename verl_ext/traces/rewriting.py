@@ -18,6 +18,7 @@ from verl_ext.traces.trace import LeftOut, Reason
 MAX_LEAD_WORDS = 25  # that a teacher may add before and after a program, to say what it is for
 NEAR_WORDS = 12  # within which of a program a word stands next to it
 MAX_CUT_WORDS = 120  # of the calculation that a program replaces
+CLAIM_CHARS = 60  # before a number, in which a word such as "is" is looked for: a whole text for each takes minutes
 MAX_CUT_SHARE = 0.6  # of the reasoning that all programs together replace
 _BLOCK = re.compile(r"<code>(.*?)</code>(?:\s*<interpreter>(.*?)</interpreter>)?", re.DOTALL)
 _TAG = re.compile(r"</?(?:code|interpreter)>")
@@ -160,7 +161,11 @@ def _check_claims(
     for sentence in _SENTENCE.split(_LIST_MARK.sub("", _with_digits(text))):
         sentence = _FRACTION.sub(lambda match: _blank_if_explained(match, known, printed), sentence)
         found = [(match, number) for match in _NUMBER.finditer(sentence) if (number := _number(match[0])) is not None]
-        claims = [number for match, number in found if _CLAIM.search(sentence[: match.start()])]
+        claims = [
+            number
+            for match, number in found
+            if _CLAIM.search(sentence, max(0, match.start() - CLAIM_CHARS), match.start())
+        ]
         if is_first and own and claims and not any(_is_printed(number, own) for _, number in found):
             raise _contradiction(claims[0], output)
         is_of_output = not is_first or any(_is_printed(number, new) for _, number in found)

@@ -1,5 +1,7 @@
 """Whether a teacher's rewriting is what it was asked for: pure text, no endpoint and no sandbox."""
 
+import contextlib
+
 import pytest
 
 from verl_ext.traces import template
@@ -135,3 +137,10 @@ def test_the_reasoning_s_own_script_and_the_letters_of_formulas_are_no_other_scr
     text = "我们先数所有的笔：\n<code>\nprint(24 * 17)\n</code>\n等于408。坏的要拿走，所以408-9=399。"
     assert judged(text, reasoning=reasoning) is None
     assert judged(GOOD.replace("That is 408.", "With ∑ and α ∈ ℝ that is 408.")) is None
+
+
+@pytest.mark.parametrize("after", ["1," * 20000, "1 1/2 " * 8000, "1 = 1 " * 20000, "one and " * 20000])
+@pytest.mark.timeout(10)
+def test_a_long_text_takes_no_minutes(after):
+    with contextlib.suppress(LeftOut):
+        check_outputs_agree("?", "!", split(f"We count.\n<code>\nprint(1)\n</code>\n{after}"), ["1"])
