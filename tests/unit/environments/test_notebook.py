@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
@@ -56,7 +57,8 @@ class Restarted(Server):
 
     def kill(self) -> None:
         for process in [*self.descendants(), psutil.Process(self.process.pid)]:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # a fork may end by itself
+                process.kill()
         self.process.communicate()
         shutil.rmtree(self.root)
 
