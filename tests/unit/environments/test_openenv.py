@@ -164,6 +164,8 @@ def test_settings_that_cannot_be_used_are_refused_when_the_run_starts(server, se
 async def test_200_episodes_that_are_given_up_leave_no_session(server, give_up, caplog):
     entry, calls = {"name": "openenv", "url": server.url}, [("act", {"steps": 1})] * 3
     await give_up(entry, None, calls, count=10, within_s=60, task=TASK)
+    gc.collect()
+    caplog.clear()  # of what earlier tests of this worker have left
     files = psutil.Process().num_fds()
     assert await give_up(entry, None, calls, task=TASK, within_s=0.03) < 200
     async with asyncio.timeout(20):

@@ -28,7 +28,7 @@ def make_rows(tiny_tools: Any) -> Any:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a server that lived on would be among the processes that other tests count
 def sandbox_url() -> Any:
     from verl_ext.sandbox.launch import running_server
 
