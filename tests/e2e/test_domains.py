@@ -36,11 +36,11 @@ def two_domains(small: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_quotas_hold_over_a_kill_and_the_books_balance(small: Path, tmp_path: Path, mode: str) -> None:
     with running_server() as url:
         run = Run(mode, tmp_path / "rl", two_domains(small, tmp_path / "two"), url)
-        run.kill_at("rollout:4", *SETTINGS)
+        run.kill_at("rollout:5" if mode == "separate_async" else "rollout:4", *SETTINGS)
         run.finish(*SETTINGS)
     assert run.starts[0][:2] == [1, 2] and run.starts[-1] == [3, 4]
     tally = read_tally(run.out)
