@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -60,7 +61,8 @@ def measure(file: Path, count: int) -> str:
     def look() -> None:
         while not over.wait(EVERY_S):
             memory.append(process.memory_info().rss / 2**20)
-            cpu_s.append(cpu_seconds(process))
+            with suppress(psutil.NoSuchProcess):  # a program has ended since it was listed
+                cpu_s.append(cpu_seconds(process))
 
     before, before_s, started = time.process_time(), cpu_seconds(process), time.monotonic()
     watcher = threading.Thread(target=look)
