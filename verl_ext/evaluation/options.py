@@ -29,8 +29,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> Any:
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help=of_run)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
-    add("--config", help="YAML of configs/, or a run's hydra/config.yaml (default: see above)")
-    sets = f"{', '.join(NAMES)}, or a file; may be repeated (default: both years)"
+    add("--config", help="YAML of configs/, or a run's hydra/config.yaml (default: that of the model's run)")
+    sets = f"{', '.join(NAMES)}, or a file; may be repeated (an evaluation takes both years by default)"
     add("--data", action="append", metavar="SET", help=sets)
     add("--limit", type=int, metavar="N", help="only the first N problems of each set")
     add("--seed", type=int, default=0, help="seed of sampling and bootstrap (default: 0)")

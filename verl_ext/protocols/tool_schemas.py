@@ -11,7 +11,7 @@ from typing import Any
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL
 
 _FIRST = ("type", "name", "description", "enum", "parameters", "strict", "properties", "required")
-_OF_FUNCTION = ("name", "description", "parameters", "strict")  # a description of what it returns is not shown
+_OF_FUNCTION = ("name", "description", "parameters", "strict")  # the description of a returned value is not shown
 _NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # whose keys are names
 _VALUES = ("default", "const", "enum", "examples")  # which hold no schemas
 

@@ -1,4 +1,4 @@
-"""`sample` by a scripted chat endpoint and the real sandbox, and `check` of what it has left."""
+"""`sample` by a scripted chat endpoint and the real sandbox; then `check` reads the samples."""
 
 import json
 import os
