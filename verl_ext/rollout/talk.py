@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.episode import Turn, Usage
-from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, MalformedCall, ToolProtocol
+from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, ToolProtocol
 from verl_ext.protocols.call_json import what_is_wrong
 from verl_ext.protocols.code import CODE_START, CODE_STOP, CodeProtocol, split_call
 from verl_ext.protocols.hermes import CALL_START
 from verl_ext.protocols.thinking import without_thinking
 
+CODE_PARAMETERS = CODE_SCHEMA["function"]["parameters"]
 _RESPONSE = "<tool_response>"  # in which a tool answers, if the endpoint has no tools of its own
 _CODE_SYSTEM = """You solve problems with Python. To run a program, write it between <code> and </code> and stop; its \
 output then stands between <interpreter> and </interpreter>{where}. Only what a program prints is shown. Never write \
@@ -90,19 +91,13 @@ class Talk:
                 result += [{"role": "assistant", "content": text}]
                 result += [{"role": "user", "content": each} for each in shown]
             elif self.style == "continue" and self._is_code and not turn.end:
-                grows = result[-1]["content"] if result[-1]["role"] == "assistant" else ""
-                result[-1 if grows else len(result) :] = [
-                    {"role": "assistant", "content": grows + text + turn.reply.text}
-                ]
+                before = result.pop()["content"] if result[-1]["role"] == "assistant" else ""
+                result.append({"role": "assistant", "content": before + text + turn.reply.text})
             elif self.style == "tools" and not any(call.malformed for call in turn.calls):
                 result += self._by_tools(text, turn, shown, number)
             else:
-                tag = (
-                    ("<interpreter>\n", "\n</interpreter>")
-                    if self._is_code
-                    else (_RESPONSE + "\n", "\n</tool_response>")
-                )
-                answers = "\n".join(f"{tag[0]}{each}{tag[1]}" for each in shown)
+                tag = "interpreter" if self._is_code else "tool_response"
+                answers = "\n".join(f"<{tag}>\n{each}\n</{tag}>" for each in shown)
                 result += [{"role": "assistant", "content": text}, {"role": "user", "content": answers}]
         return result
 
@@ -134,11 +129,7 @@ class Talk:
             calls = answer.calls[: 1 if self._is_code else None]
             try:
                 text = self.protocol.write(text.rstrip(), [self._call(call) for call in calls])
-            except (
-                ValueError,
-                RecursionError,
-                MalformedCall,
-            ):  # as the model would have written it, so that the loop answers
+            except (ValueError, RecursionError):  # as the model would have written it, so that the loop answers
                 text = f"{text}\n{CALL_START}\n{json.dumps(calls[0])}\n</tool_call>"
             return text, self.protocol.call_ends_turn or CODE_STOP not in text
         if not self._is_code:
@@ -151,11 +142,8 @@ class Talk:
         arguments = function.get("arguments") or "{}"
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         name = function["name"]
-        parameters = CODE_SCHEMA["function"]["parameters"]
-        if (
-            not isinstance(arguments, dict)
-            or self._is_code
-            and (name != CODE_TOOL or what_is_wrong(arguments, parameters, name))
-        ):
-            raise ValueError(f"no call that can be run: {function}")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments are no object: {function}")
+        if self._is_code and (name != CODE_TOOL or what_is_wrong(arguments, CODE_PARAMETERS, name)):
+            raise ValueError(f"no call of the interpreter: {function}")
         return Call(name, arguments, 0)

@@ -12,26 +12,32 @@ The teacher's answers are kept in OUT.asked.jsonl, each when it arrives: the sam
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
-import os
+import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.datasets.rows import DataError, field, progress_bar, read_rows
 from verl_ext.datasets.text import PROMPTS
-from verl_ext.evaluation.options import STYLES, check_endpoint
+from verl_ext.evaluation.options import check_endpoint
 from verl_ext.protocols.base import CODE_TOOL, Call
-from verl_ext.protocols.thinking import without_thinking
 from verl_ext.runs import jsonl
 from verl_ext.runs.lock import lock_file
 from verl_ext.runs.workers import run_together
 from verl_ext.traces import check, template
-from verl_ext.traces.output import begin_answers, beside
+from verl_ext.traces.output import beside
 from verl_ext.traces.rewriting import check_outputs_agree, check_text, split
+from verl_ext.traces.teacher import (
+    Teacher,
+    add_endpoint_options,
+    at_endpoint,
+    begin_answers,
+    params_of,
+    settings_of,
+)
 from verl_ext.traces.trace import LeftOut, Reason, Trace, Unread
 
 if TYPE_CHECKING:
@@ -41,13 +47,8 @@ if TYPE_CHECKING:
     from verl_ext.traces.gate import Gate
 
 COLUMNS = ("problem", "answer", "reasoning")
-GIVE_UP_AFTER = 16  # requests in a row that failed
 _LINE = ("id", "key", "number", "text", "was_cut", "usage")  # of the journal
 _FORM = "lines that convert wrote; delete the file to ask anew"
-
-
-class TeacherDown(RuntimeError):
-    """GIVE_UP_AFTER requests in a row failed."""
 
 
 @dataclass
@@ -67,12 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     teacher.add_argument("--chat", metavar="URL", help="chat endpoint, such as https://api.example.org/v1")
     teacher.add_argument("--teacher", type=Path, metavar="DIR", help="Hugging Face folder of a chat model")
     add = parser.add_argument_group("the teacher").add_argument
-    add("--served-model", default="", metavar="NAME", help="default: the first model that the endpoint serves")
-    add("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
-    add("--request-timeout", type=float, default=600.0, metavar="S", help="default: 600 s")
+    add_endpoint_options(add, reply_tokens=4096)
     add("--requests", type=int, default=16, metavar="N", help="requests at a time (default: 16)")
-    add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7")
-    add("--reply-tokens", type=int, default=4096, metavar="N", help="of a rewriting (default: 4096)")
     add("--n", type=int, default=1, metavar="N", help="rewritings of each row (default: 1)")
     add = parser.add_argument_group("the rows").add_argument
     add("--columns", nargs=3, default=COLUMNS, metavar="NAME", help="of problem, answer and reasoning")
@@ -105,8 +102,9 @@ def run(args: argparse.Namespace) -> None:
     set_environment()
     asked = beside(args.out, "asked.jsonl")
     asked.parent.mkdir(parents=True, exist_ok=True)
+    settings = settings_of(args, args.chat or str(args.teacher), template.digest())
     with lock_file(asked):
-        _prepare_journal(asked, args)
+        begin_answers(asked, settings | {"columns": list(args.columns)})
         asyncio.run(_ask_all(args, config, asked))
 
     async def finish(gate: "Gate", draft: Draft) -> Trace:
@@ -119,13 +117,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 # Asking --------------------------------------------------------------------------------------------------------------
-
-
-def _prepare_journal(asked: Path, args: argparse.Namespace) -> None:
-    teacher = args.chat or str(args.teacher)
-    settings = {"teacher": teacher, "model": args.served_model, "template": template.digest()}
-    settings |= {"temperature": args.temperature, "reply_tokens": args.reply_tokens, "columns": list(args.columns)}
-    begin_answers(asked, settings)
 
 
 class Row(NamedTuple):
@@ -160,14 +151,13 @@ async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) 
     todo = ((row, number) for row in _rows(args) for number in range(args.n) if (row.key, number) not in there)
     if (first := next(todo, None)) is None:
         return
-    failed: list[str] = []
-    waiting = _chained(first, todo)
-    async with _teacher(args, config) as answer:
+    waiting = itertools.chain([first], todo)
+    async with at_endpoint(args) if args.chat else _of_folder(args, config) as teacher:
         with open(asked, "ab", buffering=0) as file, progress_bar(desc="ask", unit=" rows") as progress:
 
             async def work() -> None:
                 for row, number in waiting:
-                    await _ask(answer, row, number, file, failed)
+                    await _ask(teacher, row, number, file)
                     progress.update()
 
             await run_together(work, args.requests)
@@ -182,75 +172,34 @@ def _answers(asked: Path) -> Iterator[dict[str, Any]]:
     return (line for line in jsonl.read(asked, parse, expected=_FORM) if "settings" not in line)
 
 
-def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from others
-
-
-async def _ask(answer: Any, row: Row, number: int, file: Any, failed: list[str]) -> None:
-    from verl_ext.rollout.servers import ServerFailure
-
-    try:
-        said = await answer(template.messages(row.problem, row.reasoning))
-    except ServerFailure as error:  # the next start asks again
-        failed.append(str(error))
-        if len(failed) >= GIVE_UP_AFTER:
-            raise TeacherDown(f"The last {GIVE_UP_AFTER} requests failed: {error}") from error
-        return
-    failed.clear()
-    text = without_thinking(said.text)
-    line = dict(zip(_LINE, (row.name, row.key, number, text, said.was_cut, vars(said.usage)), strict=True))
-    file.write(f"{jsonl.dumps(line)}\n".encode())  # at once and whole, so that a kill loses no answer
+async def _ask(teacher: Teacher, row: Row, number: int, file: Any) -> None:
+    said = await teacher.ask(template.messages(row.problem, row.reasoning))
+    if said is not None:
+        line = dict(zip(_LINE, (row.name, row.key, number, said.text, said.was_cut, vars(said.usage)), strict=True))
+        file.write(f"{jsonl.dumps(line)}\n".encode())  # at once and whole, so that a kill loses no answer
 
 
 @asynccontextmanager
-async def _teacher(args: argparse.Namespace, config: "DictConfig") -> AsyncIterator[Any]:
-    """Give a function: messages -> `Answer`.
-
-    Raises:
-        ValueError: the endpoint refuses us.
-    """
-    from verl_ext.rollout.chat import ChatServer
-    from verl_ext.rollout.servers import ServerRefused
-
-    params = {"max_tokens": args.reply_tokens, "temperature": args.temperature}
-    try:
-        if args.chat:
-            key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
-            server = ChatServer(
-                args.chat, model=args.served_model, api_key=key, style=STYLES[-1], timeout_s=args.request_timeout
-            )
-            async with contextlib.aclosing(server):
-                await server.connect()
-                yield lambda messages: server.answer(messages, params)
-        else:
-            async with _of_folder(args.teacher, config, params) as answer:
-                yield answer
-    except ServerRefused as error:
-        raise ValueError(str(error)) from error
-
-
-@asynccontextmanager
-async def _of_folder(folder: Path, config: "DictConfig", params: dict[str, Any]) -> AsyncIterator[Any]:
+async def _of_folder(args: argparse.Namespace, config: "DictConfig") -> AsyncIterator[Teacher]:
     from verl_ext.episode import Usage
     from verl_ext.protocols.base import render
     from verl_ext.rollout.servers import VllmServer
     from verl_ext.rollout.standalone import load_tokenizer
     from verl_ext.rollout.talk import Answer
 
-    tokenizer = load_tokenizer(folder)
-    server = VllmServer(folder, config.actor_rollout_ref.rollout)
+    tokenizer = load_tokenizer(args.teacher)
+    server = VllmServer(args.teacher, config.actor_rollout_ref.rollout)
     server.start()
 
     async def answer(messages: Sequence[dict[str, str]]) -> "Answer":
         ids = tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
-        output = await server.generate("", prompt_ids=ids, sampling_params=dict(params))
+        output = await server.generate("", prompt_ids=ids, sampling_params=params_of(args))
         is_over = output.token_ids[-1:] == [tokenizer.eos_token_id]
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
         return Answer(text, was_cut=not is_over, usage=Usage(1, len(ids), len(output.token_ids)))
 
-    async with contextlib.aclosing(server):
-        yield answer
+    async with aclosing(server):
+        yield Teacher(answer)
 
 
 # Making traces of the answers ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 All files appear when they are complete. Memory holds a bounded number of traces, however many there are.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -195,23 +194,6 @@ def write_lines(lines: Iterable[str], path: Path) -> None:
 def beside(out: Path, kind: str) -> Path:
     """Return the path of another file of the same check, such as OUT.left_out.jsonl."""
     return out.with_name(f"{out.name.removesuffix('.parquet')}.{kind}")
-
-
-def begin_answers(file: Path, settings: Mapping[str, Any]) -> None:
-    """Begin the file of a teacher's answers, or see that the one that is there was made with the same settings.
-
-    Raises:
-        ValueError: it was made with others.
-    """
-    jsonl.cut_half_line(file)
-    there = list(itertools.islice(jsonl.read(file), 2)) if file.exists() else []
-    if len(there) < 2:  # no answer is lost
-        file.write_text(jsonl.dumps({"settings": settings}) + "\n", encoding="utf-8")
-    elif there[0].get("settings") != settings:
-        raise ValueError(
-            f"{file} holds answers to other settings: {there[0].get('settings')}; now they are {settings}. Use the "
-            "same, another --out, or delete the file."
-        )
 
 
 def table(counts: Mapping[str, Mapping[str, int]]) -> list[list[str]]:

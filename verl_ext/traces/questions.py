@@ -15,12 +15,11 @@ A teacher's answers are kept in OUT.asked.jsonl: the same command asks nothing t
 import argparse
 import asyncio
 import json
-import os
 import random
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -32,20 +31,20 @@ from verl_ext.datasets.rows import progress_bar
 from verl_ext.datasets.text import PROMPTS
 from verl_ext.environments.corpus import open_corpus
 from verl_ext.environments.search import Search
-from verl_ext.evaluation.options import STYLES, check_endpoint
-from verl_ext.protocols.thinking import without_thinking
+from verl_ext.evaluation.options import check_endpoint
 from verl_ext.runs import jsonl, parquet
+from verl_ext.runs.lock import lock_file
 from verl_ext.traces import wording
 from verl_ext.traces.chains import Chain, Documents
 from verl_ext.traces.hops import MAX_PAGES, Drop, Dropped, Told, check_chain, check_question, check_searches, gold_path
-from verl_ext.traces.output import as_text, begin_answers, beside, row_of, write_kept
+from verl_ext.traces.output import as_text, beside, row_of, write_kept
+from verl_ext.traces.teacher import Teacher, add_endpoint_options, at_endpoint, begin_answers, settings_of
 from verl_ext.traces.trace import Trace
 
 VERIFIER = "exact"  # as the `ability` of the rows, it chooses this verifier
 PER_END = 3  # questions with the same last document
 TRIES = 8  # candidates for a question, from one document, whose answer is in no other one
 REQUESTS = 16  # to a teacher at a time
-GIVE_UP_AFTER = 16  # requests in a row that failed
 _TEXT = pa.string()
 SCHEMA = pa.schema(
     {
@@ -67,10 +66,6 @@ SCHEMA = pa.schema(
     }
 )
 Ask = Callable[[Chain], Awaitable[str]]
-
-
-class TeacherDown(RuntimeError):
-    """GIVE_UP_AFTER requests in a row failed."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     add = parser.add_argument_group("a teacher, in place of the template").add_argument
     add("--chat", metavar="URL", help="chat endpoint, such as https://api.example.org/v1")
-    add("--served-model", default="", metavar="NAME", help="default: the first model that the endpoint serves")
-    add("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
-    add("--request-timeout", type=float, default=600.0, metavar="S", help="default: 600 s")
-    add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7")
-    add("--reply-tokens", type=int, default=1024, metavar="N", help="of a question (default: 1024)")
+    add_endpoint_options(add, reply_tokens=1024)
     parser.set_defaults(check_options=lambda parser, args: check_endpoint(parser, args, "chat"))
 
 
@@ -226,47 +217,30 @@ async def _asking(args: argparse.Namespace) -> AsyncIterator[Ask]:
     if not args.chat:
         yield templated
         return
-    from verl_ext.rollout.chat import ChatServer  # seconds
-    from verl_ext.rollout.servers import ServerRefused
-
-    key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
-    server = ChatServer(
-        args.chat, model=args.served_model, api_key=key, style=STYLES[-1], timeout_s=args.request_timeout
-    )
-    try:
-        async with aclosing(server):
-            await server.connect()
-            with open(_journal(args), "a+b", buffering=0) as file:
-                yield _Teacher(server, args, file).ask
-    except ServerRefused as error:
-        raise ValueError(str(error)) from error
+    journal = beside(args.out, "asked.jsonl")
+    with lock_file(journal):
+        begin_answers(journal, settings_of(args, args.chat, wording.digest()))
+        async with at_endpoint(args) as teacher:
+            with open(journal, "a+b", buffering=0) as file:
+                yield _Asker(teacher, journal, file).ask
 
 
-class _Teacher:
-    """Asks for questions, and keeps the answers in a file."""
+class _Asker:
+    """Asks a teacher for questions, and keeps the answers in a file."""
 
-    def __init__(self, server: Any, args: argparse.Namespace, file: Any):
-        self._server, self._file = server, file
-        self._params = {"max_tokens": args.reply_tokens, "temperature": args.temperature}
-        self._failed = 0
-        self._answers = {row["asked"]: row for row in jsonl.read(beside(args.out, "asked.jsonl")) if "asked" in row}
+    def __init__(self, teacher: Teacher, journal: Path, file: Any):
+        self._teacher, self._file = teacher, file
+        self._answers = {row["asked"]: row for row in jsonl.read(journal) if "asked" in row}
 
     async def ask(self, chain: Chain) -> str:
-        """Return the teacher's question."""
-        from verl_ext.rollout.servers import ServerFailure
-
+        """Return the teacher's question. Raises Dropped if there is none."""
         messages = wording.request(chain)
         asked = wording.key(messages)
         if asked not in self._answers:
-            try:
-                said = await self._server.answer(messages, self._params)
-            except ServerFailure as error:
-                self._failed += 1
-                if self._failed >= GIVE_UP_AFTER:
-                    raise TeacherDown(f"The last {GIVE_UP_AFTER} requests failed: {error}") from error
-                raise Dropped(Drop.NOT_ASKED) from error
-            self._failed = 0
-            self._answers[asked] = {"asked": asked, "text": without_thinking(said.text), "is_whole": not said.was_cut}
+            said = await self._teacher.ask(messages)
+            if said is None:
+                raise Dropped(Drop.NOT_ASKED)
+            self._answers[asked] = {"asked": asked, "text": said.text, "is_whole": not said.was_cut}
             self._answers[asked] |= {"refusals": said.usage.refusals}
             self._file.write(f"{jsonl.dumps(self._answers[asked])}\n".encode())
         row = self._answers[asked]
@@ -274,15 +248,6 @@ class _Teacher:
         if not text or row["refusals"] or not row["is_whole"]:
             raise Dropped(Drop.REFUSED)
         return text
-
-
-def _journal(args: argparse.Namespace) -> Path:
-    """Return the file of a teacher's answers, which begins with the settings that they were made with."""
-    file = beside(args.out, "asked.jsonl")
-    settings = {"teacher": args.chat, "model": args.served_model, "template": wording.digest()}
-    settings |= {"temperature": args.temperature, "reply_tokens": args.reply_tokens}
-    begin_answers(file, settings)
-    return file
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

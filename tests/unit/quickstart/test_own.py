@@ -36,7 +36,8 @@ def files(tmp_path) -> dict[str, Path]:
     traces = []
     for number, problem in enumerate(problems):
         said = [{"role": "user", "content": problem["question"]}]
-        said += [{"role": "assistant", "content": f"I add. <code>print({number}+17)</code>"}]
+        thoughts = "I add. " * (100 if number == 30 else 1)
+        said += [{"role": "assistant", "content": f"{thoughts}<code>print({number}+17)</code>"}]
         said += [{"role": "interpreter", "content": f"{number + 17}"}]
         traces.append({"messages": [*said, {"role": "assistant", "content": f"\\boxed{{{number + 17}}}"}]})
     found = {name: tmp_path / name for name in ("mine.jsonl", "traces.jsonl", "reward.py", "tools.py")}
@@ -122,8 +123,11 @@ def test_the_tiny_model_speaks_the_users_language(files, make_run, tmp_path):
     pipeline.train_sft(run)
     pipeline.train_rl(run)
     sft, rl = (command.command for command in run.supervisor.commands)
-    assert "trainer.total_training_steps=500" in sft and any(each.startswith("data.max_length=") for each in sft)
-    assert "data.max_prompt_length=64" in rl and "data.max_response_length=128" in rl
+    assert "trainer.total_training_steps=500" in sft
+    assert "data.max_prompt_length=64" in rl
+    (response,) = (int(each.partition("=")[2]) for each in rl if each.startswith("data.max_response_length="))
+    (whole,) = (int(each.partition("=")[2]) for each in sft if each.startswith("data.max_length="))
+    assert 128 < response < whole <= response + 64, "the longest trace decides"
     assert run.settings("data")["own"].keys() == {"data", "traces"}
     files["mine.jsonl"].write_text(files["mine.jsonl"].read_text().replace("apples", "pears"))
     assert run.settings("data")["own"] != make_run().settings("data").get("own")

@@ -100,6 +100,18 @@ def test_the_loop_runs_the_teachers_programs_in_every_style(sample, able, style)
     assert [message["role"] for message in last] == ["system", "user", *roles[style]]
 
 
+def test_a_message_that_is_continued_keeps_all_programs_and_outputs(sample):
+    def say(messages: list[dict[str, Any]]) -> str:
+        programs = messages[-1]["content"].count("<interpreter>") if messages[-1]["role"] == "assistant" else 0
+        return "It is \\boxed{7}." if programs == 2 else f"\nStep {programs}.\n<code>\nprint({programs}+1)\n</code>"
+
+    endpoint = ChatEndpoint(say, continues="vllm")
+    sample(endpoint)
+    shown = "<code>\nprint({0}+1)\n</code>\n<interpreter>\n{1}\n</interpreter>\n"
+    grown = "".join(f"\nStep {number}.\n{shown.format(number, number + 1)}" for number in range(2))
+    assert [message["content"] for message in endpoint.requests[-1]["messages"][1:]] == ["3+4?", grown]
+
+
 def by_tools(messages: list[dict[str, Any]]) -> str | dict[str, Any]:
     """Solve by the endpoint's own tool calls."""
     if isinstance(text := solve(messages), str) and "<code>" in text:
