@@ -98,8 +98,20 @@ def read_problems(source: str, *, split: str = "train", columns: tuple[str, str]
     for where, row in read_rows(source, split=split):
         columns = columns or _find_columns(row, where)
         text = column_of(row, _last_user(row, columns[0]), where)
-        answer = column_of(row, columns[1], where, (str, int))
-        yield Problem(bare_problem(text), str(answer).strip(), _find_id(row, where))
+        yield Problem(bare_problem(text), _answer_of(row, columns[1], where), _find_id(row, where))
+
+
+def _answer_of(row: dict[str, Any], column: str, where: str) -> str:
+    answer = column_of(row, column, where, object)
+    if isinstance(answer, list):
+        raise DataError(
+            f"{where}, column {column}: found {shortened(str(answer))}; expected one answer. For several right answers "
+            "use verl's columns, with the list as reward_model.ground_truth."
+        )
+    answer = column_of(row, column, where, (str, int, float))
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"{where}, column {column}: found {answer}; expected a finite number, or text.")
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()
 
 
 def check_row(

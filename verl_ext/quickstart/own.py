@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ext.quickstart.options import REPO
+from verl_ext.settings.overrides import quoted
 
 TOOLS = REPO / "data" / "own"
 OVERRIDES = "overrides.json"  # of data/own/lengths.py, in the folder of the data
@@ -54,9 +55,9 @@ class Own:
         found = []
         if self.tools:
             found += ["retool.protocol=hermes"]
-            found += [f"actor_rollout_ref.rollout.multi_turn.function_tool_path={_quoted(str(self.tools))}"]
+            found += [f"actor_rollout_ref.rollout.multi_turn.function_tool_path={quoted(str(self.tools))}"]
         for path, name, weight in map(_parts_of, self.rewards):
-            where = _quoted(f"{path}:{name}")
+            where = quoted(f"{path}:{name}")
             found += [f"+reward.reward_kwargs.terms.{name}={{path: {where}, weight: {weight or 1.0}}}"]
         return found
 
@@ -110,11 +111,6 @@ def _parts_of(reward: str) -> tuple[str, str, str]:
     file, colon, function = reward.partition(".py:")
     name, _, weight = function.partition("=")
     return f"{file}.py" if colon else file, name, weight
-
-
-def _quoted(text: str) -> str:
-    """Return a text as Hydra's overrides quote it."""
-    return "'{}'".format(text.replace("'", "\\'"))
 
 
 def _measured(data: Path, stage: str) -> list[str]:

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from verl_ext.environments.search import Search
 from verl_ext.evaluation.options import check_endpoint
 from verl_ext.runs import jsonl, parquet
 from verl_ext.runs.lock import lock_file
+from verl_ext.settings.overrides import quoted
 from verl_ext.traces import wording
 from verl_ext.traces.chains import Chain, Documents
 from verl_ext.traces.hops import MAX_PAGES, Drop, Dropped, Told, check_chain, check_question, check_searches, gold_path
@@ -285,9 +287,10 @@ def _write(args: argparse.Namespace, spool: Any) -> None:
     example = next(_lines(spool))["row"]
     print(f"{example['prompt'][0]['content']}\n  -> {example['reward_model']['ground_truth']}")
     print(f"{args.out}: {count:,} questions\n{traces}: the calls that answer them. Next:")
-    entry = f"{{name: search, corpus: {args.corpus}, top: {args.top}, page_chars: {args.page_chars}}}"
-    settings = f"--set retool.protocol=hermes --set 'retool.environment={entry}'"
-    print(f"python -m verl_ext.traces check {traces} --config CONFIG {settings} --out sft.parquet")
+    corpus, checked = quoted(str(args.corpus)), shlex.quote(str(traces))
+    entry = f"{{name: search, corpus: {corpus}, top: {args.top}, page_chars: {args.page_chars}}}"
+    settings = f"--set retool.protocol=hermes --set {shlex.quote(f'retool.environment={entry}')}"
+    print(f"python -m verl_ext.traces check {checked} --config CONFIG {settings} --out sft.parquet")
 
 
 def _lines(spool: Any) -> Iterator[dict[str, Any]]:

@@ -139,12 +139,23 @@ def test_the_row_and_column_that_break_the_schema_are_named(tmp_path):
     path = write(tmp_path / "a.jsonl", {"problem": "p", "answer": True})
     with pytest.raises(DataError, match=r"line 1, column answer: found True"):
         list(read_problems(path))
+    path = write(tmp_path / "a.jsonl", {"problem": "p", "answer": [1, 2]})
+    with pytest.raises(DataError, match=r"line 1, column answer: found \[1, 2\]; expected one answer. For several"):
+        list(read_problems(path))
+    path = write(tmp_path / "a.jsonl", {"problem": "p", "answer": float("inf")})
+    with pytest.raises(DataError, match=r"line 1, column answer: found inf; expected a finite number"):
+        list(read_problems(path))
     path = write(tmp_path / "a.jsonl", {"text": "p", "label": "1"})
     with pytest.raises(
         DataError, match=r"line 1: no known columns .*; the row has text, label. Expected one of: prompt"
     ):
         list(read_problems(path))
     assert [(p.text, p.answer) for p in read_problems(path, columns=("text", "label"))] == [("p", "1")]
+
+
+def test_answers_may_be_numbers(tmp_path):
+    path = write(tmp_path / "a.jsonl", *({"problem": "p", "answer": answer} for answer in (0.5, 3.0, -7, 1e22)))
+    assert [problem.answer for problem in read_problems(path)] == ["0.5", "3", "-7", "1" + 22 * "0"]
 
 
 @pytest.mark.parametrize(

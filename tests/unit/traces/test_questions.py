@@ -1,8 +1,10 @@
 """`questions`: what each kept question holds, checked by other means, and every reason to drop a candidate."""
 
 import asyncio
+import contextlib
 import json
 import re
+import shlex
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -31,14 +33,15 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory) -> Path:
     """A corpus of 500 documents."""
-    return linked_corpus.write(tmp_path_factory.mktemp("linked") / "corpus.jsonl", 100)
+    return linked_corpus.write(tmp_path_factory.mktemp("it's, {linked}") / "corpus.jsonl", 100)
 
 
 @pytest.fixture(scope="module")
 def rows(linked) -> list[dict[str, Any]]:
     """Its questions; their traces lie next to them."""
     out = linked.with_name("questions.parquet")
-    main(["questions", str(linked), "--out", str(out), "--n", "220"])
+    with contextlib.redirect_stdout(linked.with_name("printed.txt").open("w")) as printed, printed:
+        main(["questions", str(linked), "--out", str(out), "--n", "220"])
     return pq.read_table(out).to_pylist()
 
 
@@ -147,10 +150,11 @@ def test_every_document_is_looked_at_once(linked):
     assert len({tuple(order[:3]) for order in orders}) == 5
 
 
-def test_the_traces_pass_the_check_of_a_run(rows, linked, check):
-    entry = f"retool.environment={{name: search, corpus: {linked}}}"
-    traces = linked.with_name("questions.traces.parquet")
-    kept, left_out, _ = check(traces, "--set", "retool.protocol=hermes", "--set", entry)
+def test_the_traces_pass_the_check_that_is_printed_for_them(rows, linked, check):
+    *_, command = linked.with_name("printed.txt").read_text().splitlines()
+    traces, *options = shlex.split(command.removeprefix("python -m verl_ext.traces check "))
+    assert traces == str(linked.with_name("questions.traces.parquet"))
+    kept, left_out, _ = check(Path(traces), *(options[2:-2]))  # without --config and --out
     assert len(kept) == len(rows) and not left_out
 
 
