@@ -76,7 +76,8 @@ class EpisodeKey:
 class CallResult:
     """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything.
 
-    `stdout`, `stderr` and `exit_code` are a program's; None for other tools.
+    `stdout`, `stderr` and `exit_code` are a program's; None for other tools. `ends` says why the episode ends with this
+    call; the model does not read `output` then.
     """
 
     output: str
@@ -90,6 +91,7 @@ class CallResult:
     stdout: str | None = None
     stderr: str | None = None
     exit_code: int | None = None
+    ends: RolloutEnd | None = None
 
     @property
     def complaint(self) -> str:
@@ -166,6 +168,9 @@ class TokenRow:
         return None if None in versions else min(versions, default=None)
 
 
+MAX_EVIDENCE = 2**18
+
+
 def _per_call(zero: float = 0) -> Any:
     return field(default=zero, metadata={"is_per_call": True})
 
@@ -211,6 +216,8 @@ class Score:
             comparison may, or the infrastructure failed. A failure that an answer's own text causes is "wrong".
         method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
         normalised: the answer in the spelling that was compared, for logs; "" if the rule has none.
+        evidence: what an environment needs to score the ended episode again (`Environment.score_again`), at most
+            MAX_EVIDENCE bytes; for the records, not in verl's queue.
     """
 
     acc: float | None
@@ -218,12 +225,13 @@ class Score:
     verdict: Literal["correct", "partial", "wrong", "no_answer", "unknown"]
     method: str
     normalised: str = field(default="", compare=False)
+    evidence: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
-    def graded(cls, acc: float, pred: str, method: str, normalised: str = "") -> "Score":
+    def graded(cls, acc: float, pred: str, method: str, normalised: str = "", evidence: bytes = b"") -> "Score":
         """Return a score with the verdict that belongs to `acc`."""
         verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
-        return cls(acc, pred, verdict, method, normalised)
+        return cls(acc, pred, verdict, method, normalised, evidence)
 
     @property
     def is_unverified(self) -> bool:
@@ -331,7 +339,8 @@ _NOT_IN_SUMMARY |= {"from_server": {}}
 def summary_of(episode: Episode) -> dict[str, Any]:
     """Return an episode as plain values for verl's queue, without what is there as a column or only for the records."""
     rows = [TokenRow(model_spans=row.model_spans, version_spans=row.version_spans) for row in episode.rows]
-    return msgspec.to_builtins(replace(episode, rows=rows, **_NOT_IN_SUMMARY))
+    score = episode.score and replace(episode.score, evidence=b"")
+    return msgspec.to_builtins(replace(episode, rows=rows, score=score, **_NOT_IN_SUMMARY))
 
 
 def from_row(key: EpisodeKey, extra_fields: Mapping[str, Any], score: float | None = None) -> Episode:

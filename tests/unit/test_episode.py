@@ -161,6 +161,7 @@ OF_TYPE = {
     int: counts,
     float: seconds,
     str: st.text(),
+    bytes: st.binary(),
     int | None: st.none() | places,
     float | None: st.none() | seconds,
     str | None: st.none() | st.text(),
@@ -221,6 +222,14 @@ def test_an_episode_is_the_same_after_the_queue_without_what_others_carry(episod
 def test_the_queue_gets_plain_values(episode):
     """It pickles them, and other processes need no code of this project to read them."""
     assert kinds_in(summary_of(episode)) <= {dict, list, tuple, str, int, float, type(None)}
+
+
+def test_the_evidence_of_a_score_is_not_in_the_queue():
+    episode = Episode(KEY, score=Score.graded(1.0, "", "tests", evidence=b"x" * 1000))
+    assert (
+        "eHh4" not in str(summary_of(episode)) and from_row(KEY, {SUMMARY: summary_of(episode)}).score.evidence == b""
+    )
+    assert len(episode.score.evidence) == 1000, "the records have it"
 
 
 def test_the_reward_is_that_of_verls_columns():

@@ -25,6 +25,7 @@ and name it in a run: `retool.environment: my_stack.py:Stack`.
 import asyncio
 import functools
 import inspect
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
 from verl_ext.environments import threads
-from verl_ext.environments.tool_errors import ToolError, who_is_at_fault
+from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.outcome import Fault
 from verl_ext.protocols.base import Call, format_output
@@ -145,6 +146,27 @@ class Environment:
         `ToolUnavailable` the loop asks again."""
         return None
 
+    async def solve(self, task: Mapping[str, Any]) -> bool:
+        """Open the episode and do what the row's reference solution does, `extra_info.gold_calls` unless a class knows
+        of another; return False, with nothing opened, if the row has none.
+
+        Raises:
+            ValueError: the calls are not in the form of `gold_calls`, or as `open`.
+            ToolUnavailable: a call failed outside of the solution, or as `open`.
+        """
+        if not (calls := gold_calls(task)):
+            return False
+        await self.open(task)
+        for call in calls:
+            if (result := await self.call(call)).failure:
+                raise ToolUnavailable(result.failure)
+        return True
+
+    async def score_again(self, task: Mapping[str, Any], evidence: bytes) -> Score | None:
+        """Score an ended episode by the `evidence` of its first score, in an object that is not opened; None if
+        this is impossible. Raises as `score`."""
+        return None
+
     async def close(self) -> None:
         """Release the sessions, processes and connections of the episode. The loop may close an environment that `open`
         has not finished opening; a second close does nothing."""
@@ -165,6 +187,22 @@ REMEDY = (
     "Correct it: if the arguments are at fault, it must raise verl_ext.environments.tool_errors.ToolError; if its "
     "backend is down, ToolUnavailable."
 )
+
+
+def gold_calls(task: Mapping[str, Any]) -> list[Call]:
+    """Return the calls of a row's `extra_info.gold_calls`, JSON text of [{"name": ..., "arguments": {...}}, ...].
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = (task.get("extra_info") or {}).get("gold_calls") or "[]"
+    try:
+        return [Call(call["name"], dict(call["arguments"]), 0) for call in json.loads(text)]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"extra_info.gold_calls is {text!r:.200}; expected JSON text of "
+            '[{"name": ..., "arguments": {...}}, ...]'
+        ) from error
 
 
 def unknown_argument(call: Call, schema: Mapping[str, Any]) -> CallResult | None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 VERSION = "3"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
+ADDED = ("evidence",)  # columns that older files of this version lack
 LOST_KEY = b"retool_lost"  # of the trajectories of a step: groups that the step decided but that never arrived
 
 _S = pa.float64()  # seconds
@@ -88,6 +89,9 @@ TRAJECTORIES = pa.schema(
         "timings": TIMINGS,
         "sampling": pa.string(),  # JSON: seeds, temperature, top_p, top_k
         "tool_use": pa.string(),  # JSON: the counts of rollout/tool_use.py
+        # base64 of what its environment scores again without the model, such as files (`python -m verl_ext.environments
+        # reverify`); null if nothing is kept
+        "evidence": pa.string(),
     }
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_ext.records.schema import CPU_KEY, LOST_KEY, SCHEMAS, VERSION, VERSION_KEY
+from verl_ext.records.schema import ADDED, CPU_KEY, LOST_KEY, SCHEMAS, VERSION, VERSION_KEY
 from verl_ext.runs import parquet
 from verl_ext.runs.folder import FOLDER, RecordFile, files_of, path_of
 from verl_ext.settings import RecorderSettings
@@ -22,7 +22,19 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 # Columns that are most of a file
-_LONG = ("prompt", "opening", "task", "text", "shown", "code", "stdout", "stderr", "reward_parts", "tool_use")
+_LONG = (
+    "prompt",
+    "opening",
+    "task",
+    "text",
+    "shown",
+    "code",
+    "stdout",
+    "stderr",
+    "reward_parts",
+    "tool_use",
+    "evidence",
+)
 _OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
 
 
@@ -60,6 +72,7 @@ def _check(path: Path, schema: pa.Schema) -> None:
         raise parquet.Unreadable(f"{path} has records of version {version}; expected {VERSION}.{older}")
     known = SCHEMAS.get(path.parent.name)  # None if the file was moved elsewhere
     types = {field.name: field.type for field in schema}
+    types |= {name: pa.string() for name in ADDED if name not in types}
     if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:
         raise parquet.Unreadable(
             f"{path} lacks columns of version {VERSION}, or they have another type: {', '.join(lacks)}."
@@ -67,7 +80,8 @@ def _check(path: Path, schema: pa.Schema) -> None:
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a file as `parquet.read` does; also raises Unreadable for a file of another version."""
+    """Read a file as `parquet.read` does; also raises Unreadable for a file of another version. A column of ADDED that
+    the file lacks is left out."""
     return parquet.read(path, columns, _check)
 
 

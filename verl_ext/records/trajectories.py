@@ -3,13 +3,14 @@
 An agent-loop worker (rollout/workers.py) makes them when a group has ended. The recorder adds the prompt's fate.
 """
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from verl_ext.episode import Episode, Reward, Turn, TurnCall
+from verl_ext.episode import MAX_EVIDENCE, Episode, Reward, Turn, TurnCall
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd
 from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
@@ -78,6 +79,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
         "timings": times,
         "sampling": _json(episode.sampling),
         "tool_use": _json(vars(use) if use else {}),
+        "evidence": _base64(episode.score.evidence) if episode.score else None,
     }
 
 
@@ -136,6 +138,10 @@ def cut(text: str | None) -> str | None:
         return text
     half = MAX_OUTPUT // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are not recorded]\n{text[-half:]}"
+
+
+def _base64(evidence: bytes) -> str | None:
+    return base64.b64encode(evidence).decode() if 0 < len(evidence) <= MAX_EVIDENCE else None
 
 
 def _number(value: Any) -> float | None:

@@ -287,6 +287,10 @@ class RetoolAgentLoop(AgentLoopBase):
             return RolloutEnd.SANDBOX_FAILURE
         if life.is_over_time:
             return RolloutEnd.TIMEOUT
+        if ends := next((result.ends for result in results if result.ends), None):
+            for call, result in zip(to_run, results, strict=True):
+                rollout.count_call(call, result.error)
+            return ends
         if to_run and use.first_call_token is None:
             start, end = rollout.row.model_spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))

@@ -75,7 +75,7 @@ def pack(files: Files | Path, prefix: str = "") -> bytes:
                 case Link():
                     info.mode, info.type, info.linkname = 0o777, tarfile.SYMTYPE, entry.target
             tar.addfile(info, io.BytesIO(entry.data) if isinstance(entry, File) else None)
-    return gzip.compress(raw.getvalue(), mtime=0)
+    return gzip.compress(raw.getvalue(), compresslevel=6, mtime=0)
 
 
 def unpack(archive: bytes, *, max_bytes: int = MAX_BYTES) -> dict[str, Entry]:

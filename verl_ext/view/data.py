@@ -29,7 +29,7 @@ LIGHT = (  # all except the long texts
 )
 FILES = (  # a sweep's folder `domain=math` is not a column
     "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key"
-    " FROM read_parquet($paths, filename=true, hive_partitioning=false)"
+    " FROM read_parquet($paths, filename=true, hive_partitioning=false, union_by_name=true)"
 )
 PAGE = 200  # groups on a page
 MAX_TRIES = 3  # of a query that fails although none of its files makes it fail

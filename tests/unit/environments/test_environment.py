@@ -13,6 +13,7 @@ from verl_ext.environments import by_name
 from verl_ext.environments.base import Environment, Opening
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
 from verl_ext.episode import CallResult, Score
+from verl_ext.outcome import RolloutEnd
 from verl_ext.reward.numbers import BrokenReward
 from verl_ext.rollout import lives
 
@@ -84,6 +85,23 @@ def test_an_environment_gives_the_prompt_the_tools_their_answers_and_the_score(l
     told = tokenizer.decode(server.calls[2]["prompt_ids"])
     assert told.index("<|im_start|>tool\n1<|im_end|>") < told.index("<|im_start|>tool\n2<|im_end|>")
     assert episode.score.acc == 1.0 and episode.finish_reason == "answer" and episode.use.ok == 2
+
+
+class Ended(World):
+    """One whose calls end the episode."""
+
+    async def call(self, call: Any) -> CallResult:
+        self._note("call")
+        return CallResult("submitted", error="killed" if len(self.log) > 2 else None, ends=RolloutEnd.ANSWER)
+
+
+def test_a_call_may_end_the_episode_and_the_model_reads_nothing_more(live, say):
+    world, (turn,) = Ended(score=Score.graded(1.0, "", "counted")), say(called("count", "count"))
+    episode, server = live(world, [turn], max_parallel_calls=2)
+    assert world.log == ["open", "call", "call", "score", "close"] and episode.finish_reason == "answer"
+    assert episode.row.ids == turn and episode.row.mask == [1] * len(turn) and len(server.calls) == 1
+    assert (episode.use.ok, dict(episode.use.errors), episode.score.acc) == (1, {"killed": 1}, 1.0)
+    assert [call.result.output for call in episode.turns[0].calls] == ["submitted"] * 2
 
 
 def test_an_environment_may_answer_a_turn_as_the_user_would(live, say, tokenizer):

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl_ext.records import store
-from verl_ext.records.schema import CPU_KEY, SCHEMAS, TRAJECTORIES
+from verl_ext.records.schema import ADDED, CPU_KEY, SCHEMAS, TRAJECTORIES
 from verl_ext.runs import parquet
 from verl_ext.settings import RecorderSettings
 
@@ -52,6 +52,21 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
     with pytest.raises(parquet.Unreadable, match=f"{path} has records of version none; expected 3"):
+        store.read(path)
+
+
+def test_an_older_file_that_lacks_an_added_column_is_read_and_rewritten(tmp_path):
+    path = store.path_of(tmp_path, "trajectories", 17)
+    store.write(path, "trajectories", [ROW])
+    older = store.read(path).drop_columns(list(ADDED))
+    pq.write_table(older, path)
+    (row,) = store.rows(tmp_path)
+    assert row["uid"] == "u1" and "evidence" not in row
+    assert [*store.rows(tmp_path, columns=["uid", "evidence"])] == [{"uid": "u1"}]
+    store.rewrite(path, lambda rows: rows)
+    assert next(store.rows(tmp_path))["evidence"] is None
+    pq.write_table(older.drop_columns(["uid"]), path)
+    with pytest.raises(parquet.Unreadable, match="lacks columns of version 3, or they have another type: uid"):
         store.read(path)
 
 

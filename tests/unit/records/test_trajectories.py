@@ -1,5 +1,6 @@
 """An episode as a row of the records."""
 
+import base64
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.episode import CallResult, Episode, EpisodeKey, Reply, Reward, TokenRow, ToolUse, Turn, TurnCall
+from verl_ext.episode import (
+    MAX_EVIDENCE,
+    CallResult,
+    Episode,
+    EpisodeKey,
+    Reply,
+    Reward,
+    Score,
+    TokenRow,
+    ToolUse,
+    Turn,
+    TurnCall,
+)
 from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.problem import problem_of
@@ -207,3 +220,12 @@ def test_of_a_long_output_both_ends_are_kept(stream):
     assert call[stream].startswith("firstxxx") and call[stream].endswith("xxxlast")
     assert len(call[stream]) < MAX_OUTPUT + 100
     assert f"[{len(said) - MAX_OUTPUT} characters are not recorded]" in call[stream]
+
+
+def test_a_row_has_the_evidence_of_its_score_if_it_is_not_too_large():
+    def evidence(data):
+        return row_of(score=Score.graded(1.0, "", "tests", evidence=data))["evidence"]
+
+    assert base64.b64decode(evidence(b"files")) == b"files"
+    assert len(evidence(bytes(MAX_EVIDENCE))) > MAX_EVIDENCE
+    assert [evidence(b""), evidence(bytes(MAX_EVIDENCE + 1)), row_of()["evidence"]] == [None] * 3
