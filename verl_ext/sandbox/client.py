@@ -66,12 +66,12 @@ class SandboxClient:
         if max_concurrency < 1 or max_attempts < 1:
             raise ValueError(f"expected at least 1, got {max_concurrency=}, {max_attempts=}")
         self._urls = [url.rstrip("/") for url in urls]
-        self._servers, self._backoff_s = Servers(len(urls), backoff_s), backoff_s
+        self.servers, self._backoff_s = Servers(len(urls), backoff_s), backoff_s
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._max_attempts, self._queue_timeout_s, self._acquire = max_attempts, queue_timeout_s, acquire
+        self.max_attempts, self.queue_timeout_s, self._acquire = max_attempts, queue_timeout_s, acquire
         self._headers = authorization(token)
         self._http: aiohttp.ClientSession | None = None
-        self._sessions = Sessions(self._renew)
+        self.sessions = Sessions(self._renew)
         self._tells_from = 0.0
 
     async def run(
@@ -98,7 +98,7 @@ class SandboxClient:
             ValueError: a server rejects the request itself (HTTP 4xx: a wrong URL or argument), or it is not our
                 server, and so cannot echo or keep sessions.
         """
-        deadline = time.monotonic() + timeout_s + self._queue_timeout_s
+        deadline = time.monotonic() + timeout_s + self.queue_timeout_s
         body: dict[str, Any] = {
             "code": code,
             "language": "python",
@@ -111,12 +111,12 @@ class SandboxClient:
         if session_id is None:
             return await self._run(body, deadline, None)
         body["session_id"] = session_id
-        session = self._sessions.setdefault(session_id, Session())
+        session = self.sessions.setdefault(session_id, Session())
         try:
-            async with asyncio.timeout(self._queue_timeout_s) as waiting, session.lock:
+            async with asyncio.timeout(self.queue_timeout_s) as waiting, session.lock:
                 waiting.reschedule(None)
-                if self._sessions.get(session_id) is not session:
-                    return _failure("an earlier call ended the session")
+                if self.sessions.get(session_id) is not session:
+                    return failed("an earlier call ended the session")
                 result = await self._run(body, deadline, session)
                 if result.status == "sandbox_failure":
                     await self.end_session(session_id, timeout_s=deadline - time.monotonic())
@@ -125,56 +125,60 @@ class SandboxClient:
             session.is_cut = True
             raise
         except TimeoutError:
-            return _failure(f"an earlier call of the session still runs after {self._queue_timeout_s:g} s")
+            return failed(f"an earlier call of the session still runs after {self.queue_timeout_s:g} s")
 
     async def _run(self, body: dict[str, Any], deadline: float, session: Session | None) -> RunResult:
         """Make all attempts of one call; `deadline` is by time.monotonic()."""
-        timeout_s, failure = body["run_timeout"], _InfrastructureFailure("no attempt was made")
+        timeout_s, failure = body["run_timeout"], InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
         server = attempts = 0
         while True:
             if attempts:
-                pause_s = doubled(self._backoff_s, attempts - 1, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
-                pause_s = max(pause_s, failure.retry_after_s)
+                pause_s = self.pause_s(attempts, failure)
                 if time.monotonic() + pause_s + timeout_s >= deadline:
-                    failure = _InfrastructureFailure(f"{failure}; no time left to try again")
+                    failure = InfrastructureFailure(f"{failure}; no time left to try again")
                     break
-                if attempts >= self._max_attempts:
+                if attempts >= self.max_attempts:
                     is_dead = session and session.calls and not failure.is_busy  # and with it the state
-                    if is_dead or not (failure.is_busy or self._servers.have_answered):
+                    if is_dead or not (failure.is_busy or self.servers.have_answered):
                         break
                     self._tell(failure)
                 await asyncio.sleep(pause_s)
             try:
-                async with self._turn(deadline - timeout_s) as waited_s:
+                async with self.turn(deadline - timeout_s) as waited_s:
                     attempts += 1
                     if not failure.is_lost:  # else the same server decides
-                        server = self._servers.least_busy(failed_servers)
+                        server = self.servers.least_busy(failed_servers)
                     if session:
                         session.server = server = server if session.server is None else session.server
                     result = await self._attempt(server, body, deadline, waited_s, attempts, session)
-                    self._servers.answers(server)
+                    self.servers.answers(server)
                     return result
             except TimeoutError as exc:  # no turn
-                failure = _InfrastructureFailure(str(exc))
+                failure = InfrastructureFailure(str(exc))
                 break
-            except _InfrastructureFailure as exc:
+            except InfrastructureFailure as exc:
                 failure = exc
                 failed_servers.add(server)
                 if isinstance(exc.__cause__, TimeoutError):
-                    self._servers.refuses(server, timeout_s)
+                    self.servers.refuses(server, timeout_s)
                 elif not exc.may_have_run:
-                    self._servers.refuses(server)
+                    self.servers.refuses(server)
                 if session and exc.may_have_run:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
         return replace(
-            _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts), program_lost=failure.is_lost
+            failed(f"sandbox failed after {attempts} attempt(s): {failure}", attempts), program_lost=failure.is_lost
         )
 
+    def pause_s(self, attempts: int, failure: "InfrastructureFailure") -> float:
+        """Return how long to wait before another attempt."""
+        pause_s = doubled(self._backoff_s, attempts - 1, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
+        return max(pause_s, failure.retry_after_s)
+
     @contextlib.asynccontextmanager
-    async def _turn(self, deadline: float) -> AsyncIterator[float]:
+    async def turn(self, deadline: float) -> AsyncIterator[float]:
         """Wait until another request may go, and count it as in flight for the length of the block.
 
         Yields:
@@ -200,14 +204,17 @@ class SandboxClient:
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
         """Have the server end a session, which it would do by itself after a while; ignores a failure."""
-        session = self._sessions.drop(session_id)
+        session = self.sessions.drop(session_id)
         if session is None or session.server is None:
             return
         given_up = "?given_up" if session.is_cut or session.lock.locked() else ""  # a call may be on its way
-        url = f"{self._urls[session.server]}/v1/sessions/{quote(session_id, safe='')}{given_up}"
+        await self.delete(session.server, f"/v1/sessions/{quote(session_id, safe='')}{given_up}", timeout_s)
+
+    async def delete(self, server: int, path: str, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Have a server end what it would end by itself after a while; ignores a failure."""
         timeout = aiohttp.ClientTimeout(total=min(max(timeout_s, 0.01), END_TIMEOUT_S))
         with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-            async with self._open_http().delete(url, timeout=timeout):
+            async with self._open_http().delete(f"{self._urls[server]}{path}", timeout=timeout):
                 pass
 
     async def _renew(self, server: int, session_ids: list[str]) -> None:
@@ -227,25 +234,24 @@ class SandboxClient:
         attempt: int,
         session: Session | None,
     ) -> RunResult:
-        """Send one request to one server; raises _InfrastructureFailure for a failure worth another attempt."""
+        """Send one request to one server; raises InfrastructureFailure for a failure worth another attempt."""
         url = f"{self._urls[server]}/run_code"
         # The remaining waiting time is shared equally between this attempt and each possible later one.
         spare_s = deadline - time.monotonic() - body["run_timeout"]
-        queue_s = max(spare_s / (max(self._max_attempts - attempt, 0) + 1), 0.01)
+        queue_s = max(spare_s / (max(self.max_attempts - attempt, 0) + 1), 0.01)
         timeout_s = max(min(queue_s + body["run_timeout"] + ANSWER_GRACE_S, deadline - time.monotonic()), 0.01)
-        with self._servers.request(server):
-            headers, content = await self._post(url, body | {"queue_timeout": queue_s}, timeout_s)
+        headers, content = await self.post(server, "/run_code", body | {"queue_timeout": queue_s}, timeout_s)
         if ("session_id" in body or "echo_last_expression" in body) and headers.get("Server") != SERVER_NAME:
             raise ValueError(
                 f"{url} is answered by {headers.get('Server')!r}, but only {SERVER_NAME} (verl_ext.sandbox.server) has "
                 "sessions and echoes a last expression. Use that server, or do without both."
             )
-        result, there = _parse(url, content, waited_s, attempt)
+        result, there = parse(url, content, waited_s, attempt)
         if session:
             session.calls += 1
-            self._sessions.renew_within(there["idle_s"])
+            self.sessions.renew_within(there["idle_s"])
             if there["call"] != session.calls:
-                raise _InfrastructureFailure(
+                raise InfrastructureFailure(
                     f"{url} has lost the session: its call {session.calls} was call {there['call']} there"
                 )
             if not there["alive"]:
@@ -253,23 +259,27 @@ class SandboxClient:
                 result = replace(result, session_ended=True)
         return result
 
-    async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> tuple[Mapping[str, str], bytes]:
-        """Return headers and content of the answer.
+    async def post(
+        self, server: int, path: str, body: dict[str, Any], timeout_s: float
+    ) -> tuple[Mapping[str, str], bytes]:
+        """Send a request to one server; return headers and content of the answer.
 
         Raises:
             ValueError: HTTP 4xx.
-            _InfrastructureFailure: no answer, or another HTTP status.
+            InfrastructureFailure: no answer, or another HTTP status.
         """
+        url = f"{self._urls[server]}{path}"
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._open_http().post(url, json=body, timeout=timeout) as response:
-                status, headers, content = response.status, response.headers, await response.read()
+            with self.servers.request(server):
+                async with self._open_http().post(url, json=body, timeout=timeout) as response:
+                    status, headers, content = response.status, response.headers, await response.read()
         except aiohttp.ClientConnectorError as exc:
-            raise _InfrastructureFailure(f"{url}: {exc}", may_have_run=False) from exc
+            raise InfrastructureFailure(f"{url}: {exc}", may_have_run=False) from exc
         except TimeoutError as exc:
-            raise _InfrastructureFailure(f"{url} did not answer within {timeout_s:.1f} s") from exc
+            raise InfrastructureFailure(f"{url} did not answer within {timeout_s:.1f} s") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise _InfrastructureFailure(f"{url}: {exc or type(exc).__name__}") from exc
+            raise InfrastructureFailure(f"{url}: {exc or type(exc).__name__}") from exc
         if status == 200:
             return headers, content
         text = content.decode(errors="replace")[:500]
@@ -277,7 +287,7 @@ class SandboxClient:
             raise ValueError(f"{url} rejected the request with HTTP {status}: {text}")
         may_have_run = status not in (429, 503, 504)
         is_busy = not may_have_run and headers.get("Server") == SERVER_NAME
-        raise _InfrastructureFailure(
+        raise InfrastructureFailure(
             f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=may_have_run, is_busy=is_busy
         )
 
@@ -289,13 +299,13 @@ class SandboxClient:
 
     async def aclose(self) -> None:
         """Close the connections, and renew no lease meanwhile; later calls open new ones."""
-        self._sessions.stop()
+        self.sessions.stop()
         if self._http is not None:
             http, self._http = self._http, None
             await http.close()
 
 
-class _InfrastructureFailure(Exception):
+class InfrastructureFailure(Exception):
     """A failure of the sandbox or the way to it.
 
     Attributes:
@@ -318,7 +328,7 @@ class _InfrastructureFailure(Exception):
         self.is_busy = is_busy
 
 
-def _failure(message: str, attempts: int = 0) -> RunResult:
+def failed(message: str, attempts: int = 0) -> RunResult:
     return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, attempts, message)
 
 
@@ -343,16 +353,16 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
     return float(value) if value.isdecimal() else 0.0  # sandboxes do not use its other form, a date
 
 
-def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[RunResult, dict[str, Any] | None]:
+def parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[RunResult, dict[str, Any] | None]:
     """Return SandboxFusion's answer as a RunResult, and our server's `session`.
 
     Raises:
-        _InfrastructureFailure: it is a SandboxError, or not such an answer.
+        InfrastructureFailure: it is a SandboxError, or not such an answer.
     """
     try:
         answer = json.loads(content)
         if answer["status"] == "SandboxError":
-            raise _InfrastructureFailure(f"{url}: SandboxError: {answer['message']}", is_lost=answer.get("lost", False))
+            raise InfrastructureFailure(f"{url}: SandboxError: {answer['message']}", is_lost=answer.get("lost", False))
         result = answer["run_result"]
         if result["status"] == "TimeLimitExceeded":
             status = "timeout"
@@ -370,4 +380,4 @@ def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[Ru
         )
         return run, answer.get("session")
     except (ValueError, KeyError, TypeError) as exc:
-        raise _InfrastructureFailure(f"{url}: expected a /run_code answer, got {content[:200]!r} ({exc!r})") from exc
+        raise InfrastructureFailure(f"{url}: expected a /run_code answer, got {content[:200]!r} ({exc!r})") from exc

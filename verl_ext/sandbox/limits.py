@@ -8,6 +8,7 @@ TOKEN_VARIABLE = "SANDBOX_TOKEN"  # environment variable with the token that eve
 READY = "sandbox ready on "  # begins the line that a server prints when it answers; its URL follows
 
 MAX_TIMEOUT_S = 86400.0  # of one program
+ARCHIVE_S = 70.0  # for a worker to unpack or pack the files of a box; after that it is a failure of ours
 WORKER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
 CONTROL_S = 1.5  # for the control program that runs after a program was lost
 # Time beyond queueing and running before the client counts an attempt as lost. So it is the server that reports a lost

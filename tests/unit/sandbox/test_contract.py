@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.sandbox.server_process import LAUNCHER, REPOSITORY, Server
 from tests.unit.sandbox.test_server import read_metrics
+from verl_ext.sandbox.server.box_isolation import NEEDED
 
 
 def test_answer_has_the_fields_of_sandbox_fusion(server):
@@ -111,7 +112,8 @@ def test_unknown_fields_are_ignored(server):
 
 def test_ping_executes_code_and_names_what_bounds_a_program(bare):
     with urllib.request.urlopen(f"{bare.url}/v1/ping", timeout=10) as response:
-        limits = {"max_sessions": 1000, "session_idle_s": 600}
+        limits = {"max_sessions": 1000, "session_idle_s": 600, "max_boxes": 0}
+        limits |= {"no_boxes": f"a box needs layers of isolation that are off on this server: {', '.join(NEEDED)}"}
         assert json.load(response) == {"status": "ok", "message": "", "layers": ["rlimits"]} | limits
 
 

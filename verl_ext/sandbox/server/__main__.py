@@ -4,7 +4,9 @@
     curl 127.0.0.1:8080/run_code -H 'content-type: application/json' -d '{"code": "print(6*7)", "language": "python"}'
 
 Routes: `POST /run_code`, `GET /v1/ping` (executes code, names the layers of isolation in force and the limits of
-sessions), `GET /metrics`, `POST /v1/sessions` (renews their leases), `DELETE /v1/sessions/ID`. Beyond the contract: a
+sessions), `GET /metrics`, `POST /v1/sessions` (renews their leases), `DELETE /v1/sessions/ID`, and of boxes, in which
+terminal tasks are worked on: `POST /v1/boxes/ID`, `POST /v1/boxes/ID/run`, `POST /v1/boxes/ID/seal`, `DELETE
+/v1/boxes/ID` (request.py and box_api.py say what they take and give). Beyond the contract: a
 request may set `queue_timeout` (s), `echo_last_expression` and `session_id`, an answer has `queue_time` (s) and
 `session`; an overloaded server answers 504, or 503 for one session too many, with Retry-After. This module starts and
 stops the server; its answers are in `api.py`.
@@ -28,7 +30,16 @@ from aiohttp import web
 from verl_ext.sandbox.launch import PACKAGE_ROOT
 from verl_ext.sandbox.limits import READY, TOKEN_VARIABLE
 from verl_ext.sandbox.server.api import check_health, make_app
-from verl_ext.sandbox.server.clients import USUAL_SESSIONS, Clients, DescriptorLimitError, max_clients, usual_sessions
+from verl_ext.sandbox.server.boxes import Boxes
+from verl_ext.sandbox.server.clients import (
+    USUAL_BOXES,
+    USUAL_SESSIONS,
+    Clients,
+    DescriptorLimitError,
+    max_clients,
+    usual_boxes,
+    usual_sessions,
+)
 from verl_ext.sandbox.server.pool import PRELOAD, Pool
 from verl_ext.sandbox.server.sessions import Sessions
 from verl_ext.sandbox.server.visible import find_exposed
@@ -83,11 +94,17 @@ def main() -> None:
         f"on open files is low; at most {MAX_SESSIONS})",
     )
     parser.add_argument(
+        "--max-boxes",
+        type=int,
+        help=f"how many boxes may be open at once; 0 forbids them (default: {USUAL_BOXES}, or fewer if the limit on "
+        f"open files is low; at most {MAX_SESSIONS})",
+    )
+    parser.add_argument(
         "--session-idle-s",
         type=float,
         default=600,
-        help="end a session that had no call, and that its client has not renewed, for this long: its client is gone "
-        "(default: %(default)s)",
+        help="end a session or box that had no call, and that its client has not renewed, for this long: its client is "
+        "gone (default: %(default)s)",
     )
     parser.add_argument("--parent-pid", type=int, help="stop the server when this process ends")
     args = parser.parse_args()
@@ -95,8 +112,12 @@ def main() -> None:
         parser.error("--workers and --max-output-bytes must be at least 1")
     if args.max_sessions is None:
         args.max_sessions = usual_sessions(args.workers)
+    if args.max_boxes is None:
+        args.max_boxes = usual_boxes(args.workers)
     if not 0 <= args.max_sessions <= MAX_SESSIONS or args.session_idle_s <= 0:
         parser.error(f"--max-sessions must be from 0 to {MAX_SESSIONS}, and --session-idle-s more than 0")
+    if not 0 <= args.max_boxes <= MAX_SESSIONS:
+        parser.error(f"--max-boxes must be from 0 to {MAX_SESSIONS}")
     if not 0 <= args.port <= 65535:
         parser.error(f"--port: expected 0 to 65535, got {args.port}")
     logging.basicConfig(format="sandbox: %(message)s", level=logging.WARNING)
@@ -119,7 +140,7 @@ async def serve(args: argparse.Namespace) -> None:
     token = read_token(args.token_file)
     parent = watch_parent(args.parent_pid, stop) if args.parent_pid else None
     try:
-        limit = max_clients(args.workers, args.max_sessions)
+        limit = max_clients(args.workers, args.max_sessions + args.max_boxes)
     except DescriptorLimitError as exc:
         raise StartError(exc) from None
     listener = listen(args.host, args.port)
@@ -132,7 +153,9 @@ async def serve(args: argparse.Namespace) -> None:
         preload=preload,
     )
     sessions = Sessions(pool, max_sessions=args.max_sessions, idle_s=args.session_idle_s)
-    app = make_app(pool, sessions, token=token)
+    workers = Workers(0, args.max_output_bytes, isolation=args.isolation, boxes=True)
+    boxes = Boxes(pool, workers, max_boxes=args.max_boxes, idle_s=args.session_idle_s)
+    app = make_app(pool, sessions, boxes, token=token)
     # handler_cancellation: a client that hangs up frees its worker; shutdown_timeout: at a stop, programs are killed
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     try:
@@ -153,7 +176,8 @@ async def serve(args: argparse.Namespace) -> None:
     finally:
         await runner.cleanup()
         sessions.close()
-        await pool.close()
+        boxes.close()
+        await asyncio.gather(pool.close(), workers.close())
         listener.close()
         if parent is not None:
             os.close(parent)

@@ -1,52 +1,51 @@
-"""The routes of the sandbox server: who may send requests, and what the answers look like. Bodies are in request.py."""
+"""The routes of the sandbox server, and who may send requests.
+
+Bodies are in request.py, answers in answers.py, the routes of boxes in box_api.py.
+"""
 
 import asyncio
-import binascii
 import hmac
-import json
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from verl_ext.sandbox.limits import SERVER_NAME
+from verl_ext.sandbox.server.answers import MAX_ERRORS, NO_ANSWER, answer, cut, overloaded, reject
 from verl_ext.sandbox.server.body import Bodies, HeldBytesError
+from verl_ext.sandbox.server.box_api import BoxRoutes
+from verl_ext.sandbox.server.boxes import Boxes
 from verl_ext.sandbox.server.clients import Client, without_quotations
 from verl_ext.sandbox.server.connection import LostProgramError, SandboxError
-from verl_ext.sandbox.server.large import in_turn
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, wrong_with_control
-from verl_ext.sandbox.server.request import MAX_NAME_BYTES, MAX_RENEWED, RenewRequest, RunCodeRequest
+from verl_ext.sandbox.server.request import MAX_RENEWED, RenewRequest, RunCodeRequest
 from verl_ext.sandbox.server.sessions import SessionEndedError, SessionLimitError, Sessions
 
 logger = logging.getLogger(__name__)
 
-MAX_ERRORS = 10  # reported for a request; it can have thousands
 # verl's call_sandbox_api gives up after compile_timeout + run_timeout + 10 s and retries only on 504, so a request may
 # wait compile_timeout (python compiles nothing) and half of the 10 s.
 QUEUE_GRACE_S = 5.0
 PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
-RETRY_AFTER_S = 1
-PIECE_S = 10.0  # for a client to take one piece
-PIECE_BYTES = 3 << 16  # of a file in an answer; a multiple of 3, so that its base64 is that of the file
-# SandboxFusion's RunCodeResponse plus `queue_time` (s) and `session` ({call, alive, idle_s}), and, for a SandboxError,
-# `lost`: the program was lost; this server decides whose doing it was when it is sent again, except in a session.
-NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
-NO_ANSWER |= {"executor_pod_name": None, "files": {}, "queue_time": None, "session": None}
+
+Execute = Callable[[Any, web.Request], Awaitable[tuple[web.StreamResponse, str]]]
 
 
-def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web.Application:
+def make_app(pool: Pool, sessions: Sessions, boxes: Boxes, *, token: str | None = None) -> web.Application:
     """Return the application that serves `pool`.
 
     Args:
         token: what every request must carry as `Authorization: Bearer ...`; None: nothing.
     """
-    routes = Routes(pool, sessions, token)
+    routes = Routes(pool, sessions, boxes, token)
+    of_boxes = BoxRoutes(boxes, routes.handle)
     app = web.Application(middlewares=[routes.check_sender])
     app.on_response_prepare.append(_name_server)
     app.add_routes(
@@ -56,6 +55,10 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
             web.get("/metrics", routes.get_metrics),
             web.post("/v1/sessions", routes.renew_sessions),
             web.delete("/v1/sessions/{session_id}", routes.end_session),
+            web.post("/v1/boxes/{box_id}", of_boxes.open),
+            web.post("/v1/boxes/{box_id}/run", of_boxes.run),
+            web.post("/v1/boxes/{box_id}/seal", of_boxes.seal),
+            web.delete("/v1/boxes/{box_id}", of_boxes.end),
         ]
     )
     return app
@@ -64,9 +67,9 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
 class Routes:
     """The handlers of one application; see `make_app`."""
 
-    def __init__(self, pool: Pool, sessions: Sessions, token: str | None) -> None:
-        self._pool, self._sessions, self._token = pool, sessions, token
-        self._metrics, self._bodies = Metrics(pool, sessions), Bodies()
+    def __init__(self, pool: Pool, sessions: Sessions, boxes: Boxes, token: str | None) -> None:
+        self._pool, self._sessions, self._boxes, self._token = pool, sessions, boxes, token
+        self._metrics, self._bodies = Metrics(pool, sessions, boxes), Bodies()
         self._health: asyncio.Task | None = None  # one check for all pings that arrive while it runs
 
     @web.middleware
@@ -88,9 +91,13 @@ class Routes:
             client.waits()
 
     async def run_code(self, http_request: web.Request) -> web.StreamResponse:
+        return await self.handle(http_request, RunCodeRequest, self._execute)
+
+    async def handle(self, http_request: web.Request, kind: type[BaseModel], execute: Execute) -> web.StreamResponse:
+        """Read a request of a kind, execute it, and count its outcome."""
         outcome = "hung_up"  # unless there is an answer
         try:
-            response, outcome = await self._run_code(http_request)
+            response, outcome = await self._handle(http_request, kind, execute)
             return response
         except web.HTTPException:  # 408, 413: a body that is too slow, or over the limit
             outcome = "rejected"
@@ -103,27 +110,38 @@ class Routes:
         finally:
             self._metrics.requests.labels(outcome).inc()
 
-    async def _run_code(self, http_request: web.Request) -> tuple[web.StreamResponse, str]:
+    async def _handle(
+        self, http_request: web.Request, kind: type[BaseModel], execute: Execute
+    ) -> tuple[web.StreamResponse, str]:
         client: Client = http_request.protocol
         client.waits()
         async with AsyncExitStack() as stack:
             try:
-                body = self._bodies.read(http_request, RunCodeRequest.model_validate)
+                body = self._bodies.read(http_request, kind.model_validate)
                 request = await stack.enter_async_context(body)
             except ValidationError as exc:
                 errors = exc.errors(include_url=False, include_input=False, include_context=False)[:MAX_ERRORS]
-                return _reject(*(error | {"loc": ["body", *map(_cut, error["loc"])]} for error in errors))
+                return reject(*(error | {"loc": ["body", *map(cut, error["loc"])]} for error in errors))
             except (ValueError, web.RequestPayloadError) as exc:
-                return _reject({"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"})
+                return reject({"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"})
             except HeldBytesError as exc:
-                return _overloaded(exc, 503)
+                return overloaded(exc, 503)
             client.works()
-            return await self._execute(request, http_request)
+            try:
+                return await execute(request, http_request)
+            except QueueTimeoutError as exc:
+                return overloaded(exc, 504)
+            except SessionLimitError as exc:
+                return overloaded(exc, 503)
+            except SandboxError as exc:
+                logger.error("%s", without_quotations(exc))
+                why = {"message": str(exc), "lost": isinstance(exc, LostProgramError)}
+                return web.json_response(NO_ANSWER | why), "sandbox_error"
 
     async def _execute(self, request: RunCodeRequest, http_request: web.Request) -> tuple[web.StreamResponse, str]:
         if request.session_id is not None and not self._sessions.max_sessions:
             why = "this server allows no sessions: start it without --max-sessions 0"
-            return _reject({"type": "value_error", "loc": ["body", "session_id"], "msg": why})
+            return reject({"type": "value_error", "loc": ["body", "session_id"], "msg": why})
         budget_s = request.queue_timeout or request.compile_timeout + QUEUE_GRACE_S
         try:
             if request.session_id is None:
@@ -132,21 +150,13 @@ class Routes:
                 result, queue_time = await self._sessions.run(
                     request.session_id, vars(request), queue_timeout_s=budget_s
                 )
-        except QueueTimeoutError as exc:
-            return _overloaded(exc, 504)
-        except SessionLimitError as exc:
-            return _overloaded(exc, 503)
         except SessionEndedError as exc:
-            return _reject({"type": "value_error", "loc": ["body", "session_id"], "msg": str(exc)})
-        except SandboxError as exc:
-            logger.error("%s", without_quotations(exc))
-            why = {"message": str(exc), "lost": isinstance(exc, LostProgramError)}
-            return web.json_response(NO_ANSWER | why), "sandbox_error"
+            return reject({"type": "value_error", "loc": ["body", "session_id"], "msg": str(exc)})
         self._metrics.queue_time.observe(queue_time)
         self._metrics.run_time.observe(result["execution_time"])
         if request.session_id is not None:
             result["session"] = {"call": result.pop("call"), "alive": result["alive"], "idle_s": self._sessions.idle_s}
-        return await _answer(result, queue_time, http_request)
+        return await answer(result, queue_time, http_request)
 
     async def ping(self, _: web.Request) -> web.Response:
         if self._health is None or self._health.done():
@@ -154,77 +164,31 @@ class Routes:
         why = await asyncio.shield(self._health)
         body = {"status": "error" if why else "ok", "message": why or "", "layers": self._pool.workers.layers}
         body |= {"max_sessions": self._sessions.max_sessions, "session_idle_s": self._sessions.idle_s}
+        refusal = self._boxes.refusal()
+        body |= {"max_boxes": 0 if refusal else self._boxes.max_sessions, "no_boxes": refusal}
         return web.json_response(body, status=503 if why else 200)
 
     async def get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def renew_sessions(self, http_request: web.Request) -> web.Response:
-        """Renew the leases of the sessions that are named in the body; say how many of them exist."""
+        """Renew the leases of the sessions and boxes that are named in the body; say how many of them exist."""
         client: Client = http_request.protocol
         client.waits()
         try:
             async with self._bodies.read(http_request, RenewRequest.model_validate) as request:
-                return web.json_response({"renewed": self._sessions.renew(request.session_ids)})
+                ids = request.session_ids
+                return web.json_response({"renewed": self._sessions.renew(ids) + self._boxes.renew(ids)})
         except (ValueError, web.RequestPayloadError):  # a ValidationError is a ValueError, and may quote an id
             detail = f'expected {{"session_ids": [...]}} with at most {MAX_RENEWED} ids'
             return web.json_response({"detail": detail}, status=422)
         except HeldBytesError as exc:
-            return _overloaded(exc, 503)[0]
+            return overloaded(exc, 503)[0]
 
     async def end_session(self, http_request: web.Request) -> web.Response:
         given_up = "given_up" in http_request.query
         ended = await self._sessions.end(http_request.match_info["session_id"], given_up=given_up)
         return web.json_response({"ended": ended}, status=200 if ended else 404)
-
-
-async def _answer(
-    result: dict[str, Any], queue_time: float, http_request: web.Request
-) -> tuple[web.StreamResponse, str]:
-    """Return the answer about a program that ran, and its outcome."""
-    files, not_fetched, _, session = (result.pop(key, None) for key in ("files", "not_fetched", "alive", "session"))
-    status, outcome = ("Success", "ok") if result["return_code"] == 0 else ("Failed", "code_error")
-    outcome = "timeout" if result["status"] == "TimeLimitExceeded" else outcome
-    body = NO_ANSWER | {"status": status, "run_result": result, "queue_time": queue_time, "session": session}
-    body["message"] = "; ".join(f"{path} was not fetched: {why}" for path, why in not_fetched.items())
-    text = await in_turn(len(result["stdout"]) + len(result["stderr"]), json.dumps, body)
-    if not files:
-        return web.json_response(text=text), outcome
-    client: Client = http_request.protocol
-    client.waits()
-    return await _send_with_files(http_request, text, files), outcome
-
-
-async def _send_with_files(http_request: web.Request, text: str, files: dict[str, memoryview]) -> web.StreamResponse:
-    """Answer with the JSON object `text` and `files` in base64, piece by piece, as fast as the client takes them.
-
-    Sent whole, the largest answer would block the event loop for a second and take several times its size in memory.
-    """
-    head, _, tail = text.partition('"files": {}')  # not within a string, where quotation marks are escaped
-    pieces = [head.encode() + b'"files": {']
-    for i, (path, content) in enumerate(files.items()):
-        pieces.append(f'{", " if i else ""}{json.dumps(path)}: "'.encode())
-        pieces += [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
-        pieces.append(b'"')
-    pieces.append(b"}" + tail.encode())
-    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
-    response.content_length = sum(map(_length, pieces))
-    await response.prepare(http_request)
-    try:
-        for piece in pieces:
-            async with asyncio.timeout(PIECE_S):
-                await response.write(
-                    binascii.b2a_base64(piece, newline=False) if isinstance(piece, memoryview) else piece
-                )
-    except TimeoutError:
-        client: Client = http_request.protocol
-        client.drop()  # also ends this task
-    await response.write_eof()
-    return response
-
-
-def _length(piece: bytes | memoryview) -> int:
-    return (len(piece) + 2) // 3 * 4 if isinstance(piece, memoryview) else len(piece)
 
 
 async def check_health(pool: Pool) -> str | None:
@@ -236,19 +200,6 @@ async def check_health(pool: Pool) -> str | None:
         return f"overloaded: {exc}; {pool.running} requests run and {pool.waiting} wait"
     except SandboxError as exc:
         return str(exc)
-
-
-def _overloaded(exc: Exception, status: int) -> tuple[web.Response, str]:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return web.json_response({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
-
-
-def _reject(*details: dict[str, Any]) -> tuple[web.Response, str]:
-    return web.json_response({"detail": details}, status=422), "rejected"
-
-
-def _cut(name: str | int) -> str | int:
-    return f"{name[:MAX_NAME_BYTES]}..." if isinstance(name, str) and len(name) > MAX_NAME_BYTES else name
 
 
 async def _name_server(_: web.Request, response: web.StreamResponse) -> None:

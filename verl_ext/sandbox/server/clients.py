@@ -34,7 +34,7 @@ MAX_DESCRIPTORS = 1 << 14  # enough for as many clients; a connection takes some
 SERVER_DESCRIPTORS = 100  # the server's own, and folders that are being removed
 WORKER_DESCRIPTORS = 3  # socket, process and request of a worker
 MIN_CLIENTS = 16
-USUAL_SESSIONS = 1000  # the server's default
+USUAL_SESSIONS, USUAL_BOXES = 1000, 256  # the server's defaults
 
 
 class DescriptorLimitError(Exception):
@@ -218,16 +218,24 @@ def max_clients(workers: int, sessions: int) -> int:
     reserved = SERVER_DESCRIPTORS + WORKER_DESCRIPTORS * (workers + sessions)
     if number - reserved < MIN_CLIENTS:
         raise DescriptorLimitError(
-            f"this process may have {number} open files, and {workers} workers with {sessions} sessions need "
-            f"{reserved + MIN_CLIENTS}: raise `ulimit -n`, or lower --workers or --max-sessions"
+            f"this process may have {number} open files, and {workers} workers with {sessions} sessions and boxes need "
+            f"{reserved + MIN_CLIENTS}: raise `ulimit -n`, or lower --workers, --max-sessions or --max-boxes"
         )
     return number - reserved
 
 
 def usual_sessions(workers: int) -> int:
     """Return USUAL_SESSIONS, or fewer: those for which half of the descriptors that workers leave are enough."""
-    left = _descriptors()[0] - SERVER_DESCRIPTORS - WORKER_DESCRIPTORS * workers
-    return max(min(USUAL_SESSIONS, left // 2 // WORKER_DESCRIPTORS), 0)
+    return min(USUAL_SESSIONS, _left(workers) // 2 // WORKER_DESCRIPTORS)
+
+
+def usual_boxes(workers: int) -> int:
+    """Return USUAL_BOXES, or fewer: those for which an eighth of the descriptors that workers leave are enough."""
+    return min(USUAL_BOXES, _left(workers) // 8 // WORKER_DESCRIPTORS)
+
+
+def _left(workers: int) -> int:
+    return max(_descriptors()[0] - SERVER_DESCRIPTORS - WORKER_DESCRIPTORS * workers, 0)
 
 
 def _descriptors() -> tuple[int, int]:

@@ -86,6 +86,28 @@ class Worker:
                 os.ftruncate(body, 0)
             os.close(body)
 
+    async def ask(self, request: dict[str, Any], archive: bytes = b"") -> tuple[dict[str, Any], bytearray]:
+        """Send a request to the worker of a box (box.py); return its answer, and the bytes that belong to it.
+
+        Raises:
+            OSError, EOFError, or WorkerFailedError with the worker's message.
+        """
+        body = os.memfd_create("request", os.MFD_CLOEXEC)
+        try:
+            with open(body, "wb", closefd=False) as file:
+                text = json.dumps(request).encode()
+                file.writelines((LENGTH.pack(len(text)), text, archive))
+            os.lseek(body, 0, os.SEEK_SET)
+            await send_fd(self.connection, b"\0", body)
+            answer = await self._receive_message()
+            if "error" in answer:
+                raise WorkerFailedError(answer["error"], by_program=answer["lost"])
+            await self._receive_up_to(answer["bytes"])
+            received, self._received = self._received, bytearray()
+            return answer, received
+        finally:
+            os.close(body)
+
     async def end_session(self) -> None:
         """Return once the session's program and its files are gone, and the worker can take another's request.
 

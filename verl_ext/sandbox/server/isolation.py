@@ -45,7 +45,7 @@ class IsolationError(Exception):
 
 
 class Isolation:
-    """The layers in force; made once in the zygote, inherited by what it forks.
+    """The layers in force; made once in the zygote, inherited by what it forks. A box has others (box_isolation.py).
 
     Args:
         mode: "auto": all that work here; "full": all; "none": none.
@@ -54,6 +54,8 @@ class Isolation:
     Raises:
         IsolationError: `full`, and a layer does not work; `auto`, and none of the strong ones does.
     """
+
+    layout = namespaces.PROGRAMS
 
     def __init__(self, mode: str, *, allow_subprocess: bool, root: str) -> None:
         self.allow_subprocess, self.root = allow_subprocess, root
@@ -135,7 +137,7 @@ class Isolation:
         """Move to our own root, if that layer is on."""
         if "root" in self.layers:
             self._outside = os.open(os.path.dirname(self.root), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            namespaces.enter_root(self.root)
+            namespaces.enter_root(self.root, self.layout)
         elif "uid" in self.layers:
             os.chmod(self.root, 0o711)  # each program's own folder is below it
         if "seccomp" in self.layers:
@@ -188,13 +190,16 @@ class Isolation:
             (pid,) = struct.unpack("i", os.read(pid_r, 4))
             os.close(pid_r)
             self._process_ids = namespaces.open_process_ids()
-            namespaces.mount_proc() if "proc" in self.layers else namespaces.hide_proc()
-            if "landlock" in self.layers:
-                # Valid for all requests: a mount hides rules for what it covers, so the rule for HOME is on its parent.
-                self._ruleset = self._make_ruleset(os.path.dirname(self.folder))
+            self._enter_mounts()
         if self.layers:
             prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no program with our uid can trace us or read our memory
         return pid
+
+    def _enter_mounts(self) -> None:
+        namespaces.mount_proc() if "proc" in self.layers else namespaces.hide_proc()
+        if "landlock" in self.layers:
+            # Valid for all requests: a mount hides rules for what it covers, so the rule for HOME is on its parent.
+            self._ruleset = self._make_ruleset(os.path.dirname(self.folder))
 
     def _make_ruleset(self, writable: str) -> int:
         readable = readable_paths()
@@ -256,13 +261,16 @@ class Isolation:
         prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that it can read its own /proc/self
         prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # the kernel keeps a page of 2 MiB as long as any part of it is mapped
         if "landlock" in self.layers:
-            if "root" not in self.layers:
-                self._ruleset = self._make_ruleset(self.folder)
-            landlock.restrict_self(self._ruleset)
+            self._enter_ruleset()
         if "seccomp" in self.layers:
             if "namespaces" not in self.layers and not self.allow_subprocess:
                 self._filter = self._assemble_filter(only_pid=os.getpid())
             seccomp.install(self._filter)
+
+    def _enter_ruleset(self) -> None:
+        if "root" not in self.layers:
+            self._ruleset = self._make_ruleset(self.folder)
+        landlock.restrict_self(self._ruleset)
 
 
 def failure_in_child(function: Callable[[], None]) -> str:

@@ -29,7 +29,14 @@ def version() -> int:
     return _call(CREATE_RULESET, None, 0, CREATE_RULESET_VERSION)
 
 
-def make_ruleset(*, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], execute: bool) -> int:
+def make_ruleset(
+    *,
+    readable: Iterable[str],
+    writable: Iterable[str],
+    devices: Iterable[str],
+    execute: bool,
+    listable: Iterable[str] = (),
+) -> int:
     """Return the file descriptor of a ruleset that denies everything except what it names.
 
     Args:
@@ -37,6 +44,7 @@ def make_ruleset(*, readable: Iterable[str], writable: Iterable[str], devices: I
         writable: folders in which files (but not devices) may also be written, made and removed.
         devices: files to read and write.
         execute: programs may be executed from `readable` and `writable`.
+        listable: folders whose names may be listed, with those of all below.
     Raises:
         OSError: there is no Landlock, or a rule could not be added; the message names its path.
     """
@@ -52,7 +60,8 @@ def make_ruleset(*, readable: Iterable[str], writable: Iterable[str], devices: I
     read = READ_FILE | READ_DIR | (EXECUTE if execute else 0)
     write = (ALL_BY_VERSION[3] if execute else ALL_BY_VERSION[3] & ~EXECUTE) & ~(MAKE_CHAR | MAKE_BLOCK)
     try:
-        for paths, access in ((readable, read), (writable, write), (devices, READ_FILE | WRITE_FILE | TRUNCATE)):
+        on_devices = READ_FILE | WRITE_FILE | TRUNCATE
+        for paths, access in ((readable, read), (writable, write), (devices, on_devices), (listable, READ_DIR)):
             for path in paths:
                 _allow(ruleset, path, access & handled)
     except OSError:

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
+from verl_ext.sandbox.server.boxes import Boxes
 from verl_ext.sandbox.server.pool import Pool
 from verl_ext.sandbox.server.sessions import Sessions
 
@@ -16,7 +17,7 @@ class Metrics:
     rejected (4xx) or hung_up (the client did not wait for the answer).
     """
 
-    def __init__(self, pool: Pool, sessions: Sessions) -> None:
+    def __init__(self, pool: Pool, sessions: Sessions, boxes: Boxes) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)  # memory, CPU time and file descriptors of the server's own process
         self.requests = Counter("sandbox_requests", "Requests to run code.", ["outcome"], registry=self._registry)
@@ -26,9 +27,10 @@ class Metrics:
             ("sandbox_requests_waiting", "Requests that wait for a worker.", lambda: pool.waiting),
             ("sandbox_requests_running", "Requests that run.", lambda: pool.running),
             ("sandbox_sessions", "Sessions.", lambda: len(sessions)),
+            ("sandbox_boxes", "Boxes.", lambda: len(boxes)),
         ):
             Gauge(name, text, registry=self._registry).set_function(function)
-        self._pool = pool
+        self._workers = (pool.workers, boxes.workers)
         self._registry.register(self)
 
     def text(self) -> bytes:
@@ -40,6 +42,6 @@ class Metrics:
     def collect(self) -> list[CounterMetricFamily]:
         """Return the counts that the pool keeps; called by the registry."""
         family = CounterMetricFamily("sandbox_restarts", "Processes that died or were killed.", labels=["process"])
-        for process, count in self._pool.workers.restarts.items():
-            family.add_metric([process], count)
+        for process in ("zygote", "worker"):
+            family.add_metric([process], sum(workers.restarts[process] for workers in self._workers))
         return [family]

@@ -7,6 +7,8 @@ import contextlib
 import ctypes
 import os
 import struct
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from .visible import readable_paths
 
@@ -38,10 +40,21 @@ FILES = {
     "/etc/hosts": "127.0.0.1 localhost\n",
 }
 
+
+class Layout(NamedTuple):
+    """What the root of a zygote has besides the machine's files and devices."""
+
+    folders: Iterable[str]  # empty ones
+    files: dict[str, str]
+    links: dict[str, str]
+    in_box: bool = False
+
+
+PROGRAMS = Layout((HOME,), FILES, LINKS)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter_root(root: str) -> None:
+def enter_root(root: str, layout: Layout = PROGRAMS) -> None:
     """Move this process to a mount namespace whose root holds only what a program may see, read-only.
 
     For root the new namespace keeps the users, so that workers can have their own user ids; anyone else becomes the
@@ -58,7 +71,8 @@ def enter_root(root: str) -> None:
         _map_ids(f"{uid} {uid} 1", f"{gid} {gid} 1")
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
-    for path in readable_paths():
+    readable = readable_paths(in_box=layout.in_box)
+    for path in readable:
         inside = root + path
         os.makedirs(os.path.dirname(inside), 0o755, exist_ok=True)
         if os.path.islink(path):
@@ -69,17 +83,19 @@ def enter_root(root: str) -> None:
     for path in DEVICES:
         os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
         _bind(path, root + path)
-    for path in (HOME, "/proc", "/etc"):
+    for path in (*layout.folders, *map(os.path.dirname, layout.files), "/proc"):
         os.makedirs(root + path, 0o755, exist_ok=True)
-    for path, content in FILES.items():
+    for path, content in layout.files.items():
         with open(root + path, "w") as file:
             file.write(content)
-    for path, target in LINKS.items():
+        if content.startswith("#!"):
+            os.chmod(root + path, 0o755)
+    for path, target in layout.links.items():
         if not os.path.lexists(root + path):  # else this interpreter is below /tmp; programs have $TMPDIR
             os.symlink(target, root + path)
     # The kernel lets a user namespace mount /proc only if a complete one is visible; workers mount theirs over it.
     mount("/proc", f"{root}/proc", None, MS_BIND | MS_REC)
-    for path in readable_paths():
+    for path in readable:
         if not os.path.islink(path):
             _restrict(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, AT_RECURSIVE)
     for path in DEVICES:  # still writable; but anybody may set the times of a file that anybody may write to
@@ -133,10 +149,10 @@ def hide_proc() -> None:
     mount("tmpfs", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=2")
 
 
-def mount_home(*, execute: bool) -> None:
+def mount_home(*, execute: bool, num_bytes: int = HOME_BYTES, inodes: int = HOME_INODES) -> None:
     """Mount an empty HOME."""
     flags = MS_NOSUID | MS_NODEV | (0 if execute else MS_NOEXEC)
-    mount("tmpfs", HOME, "tmpfs", flags, f"size={HOME_BYTES},nr_inodes={HOME_INODES},mode=700")
+    mount("tmpfs", HOME, "tmpfs", flags, f"size={num_bytes},nr_inodes={inodes},mode=700")
 
 
 def unmount_home() -> None:

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, PlainValidator
 
 from verl_ext.sandbox.limits import MAX_TIMEOUT_S
+from verl_ext.sandbox.server.archive import is_inside
+from verl_ext.sandbox.server.box_isolation import FOLDERS
 from verl_ext.sandbox.server.disk import MAX_DEPTH
-from verl_ext.sandbox.server.folders import SCRIPT, STDIN
+from verl_ext.sandbox.server.folders import MAX_FETCH_BYTES, SCRIPT, STDIN
 from verl_ext.sandbox.server.namespaces import HOME_INODES
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
@@ -114,6 +116,44 @@ class RunCodeRequest(BaseModel):
     queue_timeout: Timeout | None = None  # s; default compile_timeout + 5
     session_id: SessionId | None = None
     echo_last_expression: bool = False  # print what a last bare expression gives, as a Python prompt does
+
+
+def _path_in_box(path: str) -> str:
+    """Accept an absolute path in one of a box's folders."""
+    spelled = "/" + _path_inside(path.removeprefix("/")).rstrip("/")
+    if not path.startswith("/") or "//" in path or not is_inside(spelled, FOLDERS):
+        raise ValueError(f"expected an absolute path below {', '.join(FOLDERS)}, got {path[:200]!r}")
+    return spelled
+
+
+BoxPath = Annotated[str, AfterValidator(_path_in_box)]
+
+
+class OpenBoxRequest(BaseModel):
+    """Body of `POST /v1/boxes/ID`."""
+
+    archive: Annotated[bytes, PlainValidator(_from_base64)] = b""  # tar.gz in base64, with paths relative to /
+    memory_limit_MB: Annotated[int, Field(ge=16, le=1 << 20)] = 1024  # of all processes of the box together
+    disk_limit_MB: Annotated[int, Field(ge=1, le=1 << 20)] = 128  # of all its files, which are in memory as well
+    workdir: BoxPath = "/app"
+    queue_timeout: Timeout = 15  # s
+
+
+class RunBoxRequest(BaseModel):
+    """Body of `POST /v1/boxes/ID/run`."""
+
+    command: Text
+    run_timeout: Timeout = 10  # s, wall clock
+    stdin: Text = ""
+    queue_timeout: Timeout = 15  # s
+
+
+class SealBoxRequest(BaseModel):
+    """Body of `POST /v1/boxes/ID/seal`."""
+
+    paths: Annotated[list[BoxPath], FailFast(), Field(max_length=MAX_FETCHED)]
+    max_bytes: Annotated[int, Field(gt=0, le=MAX_FETCH_BYTES)] = 32 << 20  # of all that is read
+    queue_timeout: Timeout = 15  # s
 
 
 class RenewRequest(BaseModel):

@@ -74,6 +74,13 @@ EXTENDED_ATTRIBUTES = {
     **{"lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466},
 }
 DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
+# A program in a box may also lock files, which SQLite needs: the box's worker counts the locks (box_watch.py). Of
+# landlock it may only put itself under the one ruleset that its worker hands out (notify.py): rules of its own would be
+# memory that nothing counts. Not epoll, for that reason: Python has poll() instead. Not statfs, which would show how
+# full the machine's disks are.
+ALLOWED_IN_BOX = {"flock": 73, "landlock_create_ruleset": 444, "landlock_restrict_self": 446}
+LOCKS = {"F_GETLK": 5, "F_SETLK": 6, "F_SETLKW": 7, "F_OFD_GETLK": 36, "F_OFD_SETLK": 37, "F_OFD_SETLKW": 38}
+CREATE_RULESET, OF_AS_AGENT = 444, 0x61676E74  # its flags when as-agent calls it; the kernel knows no such flags
 FALLOCATE = 285
 CLONE3 = 435  # its flags are in memory, which a filter cannot read; libc falls back to clone()
 NEWEST = 466  # removexattrat (Linux 6.13): later calls have not been reviewed; the x32 calls are also above it
@@ -169,7 +176,12 @@ def install(program: FilterProgram) -> None:
 
 
 def assemble(
-    *, allow_subprocess: bool, only_pid: int | None = None, owns_files: bool = False, on_disk: bool = False
+    *,
+    allow_subprocess: bool,
+    only_pid: int | None = None,
+    owns_files: bool = False,
+    on_disk: bool = False,
+    in_box: bool = False,
 ) -> bytes:
     """Return the filter for a program.
 
@@ -178,12 +190,15 @@ def assemble(
         only_pid: the one process that may be signalled and looked at; None: any that the program can see.
         owns_files: files of the machine belong to the program's user, and no mount keeps it from changing them.
         on_disk: the program's files are on a disk of the machine, and no mount is read-only.
+        in_box: the program is in a box; see ALLOWED_IN_BOX.
     Raises:
         OSError: this machine is not an x86_64.
     """
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"the seccomp filter is written for x86_64, not for {platform.machine()}")
     denied = set(DENIED.values()) | (set() if allow_subprocess else set(DENIED_WITHOUT_SUBPROCESS.values()))
+    if in_box:
+        denied -= set(ALLOWED_IN_BOX.values())
     pretended = set(PRETENDED.values())
     if owns_files:
         pretended |= set(MODES.values())
@@ -203,7 +218,7 @@ def assemble(
     ]
     if on_disk:  # one fallocate() could take a lot of space before a count sees it
         code += [(JUMP_EQUAL, 0, 1, FALLOCATE), (RETURN, 0, 0, ERRNO | errno.EOPNOTSUPP)]
-    for number, tests in _conditions(allow_subprocess, only_pid).items():
+    for number, tests in _conditions(allow_subprocess, only_pid, in_box).items():
         refusal = missing if number == SCHED_GETAFFINITY else deny
         block = [instruction for test in tests for instruction in _test(test, refusal)] + [(RETURN, 0, 0, ALLOW)]
         code += [(JUMP_EQUAL, 0, len(block), number), *block]
@@ -217,7 +232,7 @@ def assemble(
     return b"".join(INSTRUCTION.pack(*instruction) for instruction in code)
 
 
-def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[Test]]:
+def _conditions(allow_subprocess: bool, only_pid: int | None, in_box: bool) -> dict[int, list[Test]]:
     """Return the tests of each call, by its number; the call is allowed if all of them hold."""
     itself = [Test(0, (0,))]  # 0: the calling process; another one with our uid is the worker
     no_namespace = Test(0, (0,), mask=CLONE_NEW)
@@ -243,6 +258,9 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
         327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT reveals what is in memory
         16: [Test(1, tuple(OF_DEVICES.values()))],  # ioctl
     }
+    if in_box:
+        conditions[72] = [Test(1, (*OF_FILES.values(), *LOCKS.values()))]
+        conditions[CREATE_RULESET] = [Test(2, (OF_AS_AGENT,))]
     if only_pid is not None:
         # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; tkill then reaches the first thread only
         conditions |= dict.fromkeys((62, 200, 234, 129, 297), [Test(0, (only_pid,))])

@@ -8,7 +8,8 @@ the id gives access to a session; the server tells none, and no program has its 
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class Sessions:
         idle_s: a session that gets no call and no renewal for this long is ended.
     """
 
+    entry, noun, option = Session, "sessions", "--max-sessions"
+
     def __init__(self, pool: Pool, *, max_sessions: int, idle_s: float) -> None:
         self.pool, self.max_sessions, self.idle_s = pool, max_sessions, idle_s
         self._sessions: dict[str, Session] = {}
@@ -65,17 +68,28 @@ class Sessions:
             LostProgramError: the program was lost with its worker, while a control program ran well.
             SandboxError: see `Pool.execute`. After this and LostProgramError the session has ended.
         """
+        async with self._turn(session_id, queue_timeout_s) as (session, queue_time):
+            return await self._call(session, request), queue_time
+
+    @asynccontextmanager
+    async def _turn(
+        self, session_id: str, queue_timeout_s: float, *, begin: bool = True
+    ) -> AsyncIterator[tuple[Any, float]]:
+        """Wait for the right to use a session, then for a slot; yield the session and the seconds waited.
+
+        Args:
+            begin: the session, if there is none.
+        """
         arrived = time.monotonic()
         try:
             async with asyncio.timeout(queue_timeout_s):
-                session = await self._acquire(session_id)
+                session = await self._acquire(session_id, begin)
         except TimeoutError:
             raise QueueTimeoutError(f"an earlier call of the session still runs after {queue_timeout_s:g} s") from None
         try:
             left_s = max(queue_timeout_s - (time.monotonic() - arrived), 0)
             async with self.pool.slot(left_s):
-                queue_time = time.monotonic() - arrived
-                return await self._call(session, request), queue_time
+                yield session, time.monotonic() - arrived
         finally:
             if session.worker:
                 self._start_clock(session_id, session)
@@ -116,16 +130,18 @@ class Sessions:
         for session_id in list(self._sessions):
             self._end(session_id)
 
-    async def _acquire(self, session_id: str) -> Session:
+    async def _acquire(self, session_id: str, begin: bool) -> Session:
         """Return the session, new or not, with its lock held and its clock stopped."""
         while True:
             session = self._sessions.get(session_id)
             if session is None:
+                if not begin:
+                    raise SessionEndedError("there is none with this id, or it has ended")
                 if session_id in self._ended:
                     raise SessionEndedError("this session was ended before it began: choose another id")
                 if len(self._sessions) >= self.max_sessions:
-                    raise SessionLimitError(f"there are {self.max_sessions} sessions already (--max-sessions)")
-                session = self._sessions[session_id] = Session()
+                    raise SessionLimitError(f"there are {self.max_sessions} {self.noun} already ({self.option})")
+                session = self._sessions[session_id] = self.entry()
             await session.lock.acquire()
             if self._sessions.get(session_id) is session:  # it has not ended meanwhile
                 if session.expiry:
@@ -167,4 +183,7 @@ class Sessions:
         if session.expiry:
             session.expiry.cancel()
         worker, session.worker = session.worker, None
-        return self.pool.workers.end_session(worker) if worker else None
+        return self._end_worker(worker) if worker else None
+
+    def _end_worker(self, worker: Worker) -> asyncio.Task | None:
+        return self.pool.workers.end_session(worker)

@@ -10,16 +10,20 @@ SYSTEM = ["/bin", "/sbin", "/lib", "/lib32", "/lib64"]
 SYSTEM += [f"{prefix}/{part}" for prefix in ("/usr", "/usr/local") for part in ("bin", "sbin", "lib", "lib32", "lib64")]
 SYSTEM += [f"/usr/share/{name}" for name in ("zoneinfo", "fonts", "fontconfig")]
 SYSTEM += [f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "fonts")]
+# For programs in a box also what its tools read: git's templates, perl's modules, headers for a compiler.
+SYSTEM_OF_BOXES = ["/usr/include", "/usr/libexec", "/etc/magic", "/etc/terminfo"]
+SYSTEM_OF_BOXES += [f"/usr/share/{name}" for name in ("git-core", "perl", "perl5", "terminfo", "misc", "file", "awk")]
 # Not Python's whole prefix: a pip.conf there may hold the token of a package index, and a repository may be a prefix.
 PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 
-def readable_paths() -> list[str]:
+def readable_paths(*, in_box: bool = False) -> list[str]:
     """Return the machine's files and folders that a program may read: the system's libraries and this interpreter's."""
     prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     prefixes |= {sys.prefix, sys.base_prefix}  # sys.path has them unresolved
     python = [f"{prefix}/{part}" for prefix in sorted(prefixes) for part in PYTHON]
-    return [path for path in dict.fromkeys(SYSTEM + python) if os.path.exists(path)]
+    paths = SYSTEM + (SYSTEM_OF_BOXES if in_box else []) + python
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 
 def find_exposed(hidden: Iterable[str]) -> tuple[str, str] | None:
@@ -28,7 +32,7 @@ def find_exposed(hidden: Iterable[str]) -> tuple[str, str] | None:
     A folder shows if it is a readable path or below one: by its real path, or because it, a folder above it or one
     directly in it is mounted there. A readable path below a hidden folder, such as `.venv/lib` of a checkout, is fine.
     """
-    readable = {path: os.path.realpath(path) for path in readable_paths()}
+    readable = {path: os.path.realpath(path) for path in readable_paths(in_box=True)}
     mounts = [path for path in _mount_points() if any(_is_below(path, real) for real in readable.values())]
     mounted = {_identity(path): path for path in mounts} if mounts else {}
     for folder in hidden:

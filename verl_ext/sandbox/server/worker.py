@@ -63,11 +63,11 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def start(connection: socket.socket, name: str, layers: Any, *for_worker: int) -> None:
-    """Be a worker until its socket closes; first send its process id and its layers, or {"error": why}."""
+def start(connection: socket.socket, name: str, kind: "type[Worker]", layers: Any, *for_worker: int) -> None:
+    """Be a worker of this kind until its socket closes; first send its process id and its layers, or {"error": why}."""
     try:
         pid = layers.enter_worker(name)
-        worker = Worker(connection, layers, *for_worker)
+        worker = kind(connection, layers, *for_worker)
     except OSError as exc:
         send(connection, {"error": f"a worker could not be set up: {exc}"})
         return
@@ -239,14 +239,7 @@ class Worker:
         """
         poller, streams = self.poll(program)
         deadline = started + request.run_timeout
-        watches = []
-        if request.memory_limit_MB > 0 and self.layers.layers:
-            several = self.layers.allow_subprocess
-            # RLIMIT_AS bounds the pages of one process; this bounds its page tables.
-            memory = (request.memory_limit_MB << 20) + (0 if several else self.address_space)
-            watches.append(MemoryWatch(memory, uid=self.layers.uid, several=several))
-        if self.disk:
-            watches.append(self.disk)
+        watches = self.watches(request)
         asked, wake = started, math.inf
         while True:
             now = time.monotonic()
@@ -273,6 +266,18 @@ class Worker:
                     continue
                 return End(return_code=program.return_code(message))
 
+    def watches(self, request: Request) -> list[MemoryWatch | DiskWatch]:
+        """Return what looks for an excess while a program runs."""
+        watches: list[MemoryWatch | DiskWatch] = []
+        if request.memory_limit_MB > 0 and self.layers.layers:
+            several = self.layers.allow_subprocess
+            # RLIMIT_AS bounds the pages of one process; this bounds its page tables.
+            memory = (request.memory_limit_MB << 20) + (0 if several else self.address_space)
+            watches.append(MemoryWatch(memory, uid=self.layers.uid, several=several))
+        if self.disk:
+            watches.append(self.disk)
+        return watches
+
     def poll(self, program: Program) -> tuple[select.poll, dict[int, Buffer]]:
         """Return a poll of all that ends the wait for a program, and of its streams; and their buffers."""
         poller = select.poll()
@@ -297,20 +302,27 @@ class Worker:
             used_s = program.cpu_s(with_others=False)
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
-        for fd, buffer in zip(program.pipes, self.buffers, strict=True):  # what the dead left in the pipes
-            for _ in range(DRAIN_READS):  # a process that still has it open, as in a session, may keep writing
-                if buffer.read_from(fd) <= 0:
-                    break
+        self.drain(program)
         if excess:
             self.buffers[1].append(f"\nKilled: {excess}\n".encode())
         if not alive:
             program.close()
             self.program = None
-        with contextlib.suppress(BlockingIOError):  # no complaint
-            raise SetUpError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
+        self.raise_set_up_error()
         if not alive and not excess and not program.control:
             timed_out = timed_out or is_over_cpu_limit(return_code, used_s, request.run_timeout)
         return Result(timed_out, return_code, execution_time, alive, not gone)
+
+    def drain(self, program: Program) -> None:
+        """Read what the dead left in the pipes."""
+        for fd, buffer in zip(program.pipes, self.buffers, strict=True):
+            for _ in range(DRAIN_READS):  # a process that still has it open, as in a session, may keep writing
+                if buffer.read_from(fd) <= 0:
+                    break
+
+    def raise_set_up_error(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # no complaint
+            raise SetUpError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
 
     def start_program(self, request: Request) -> Program:
         out_r, out_w = os.pipe()

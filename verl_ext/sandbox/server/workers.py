@@ -44,15 +44,29 @@ ENVIRONMENT = {
 }
 
 
+# Numbers of workers, which give programs their users (isolation.py). They start at random, because programs of another
+# server on this machine must not share limits that count by user, such as RLIMIT_NPROC.
+_numbers = itertools.count(secrets.randbelow(1 << 16))
+_by_user: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
+
+
 class Workers:
     """Gives out workers, each to one user at a time. See `pool.Pool` for the arguments.
 
     Args:
         max_idle: workers that wait for the next user.
+        boxes: each worker is for one box, which ends with it.
     """
 
     def __init__(
-        self, max_idle: int, max_output_bytes: int, *, isolation: str, allow_subprocess: bool, preload: Sequence[str]
+        self,
+        max_idle: int,
+        max_output_bytes: int,
+        *,
+        isolation: str,
+        allow_subprocess: bool = False,
+        preload: Sequence[str] = (),
+        boxes: bool = False,
     ) -> None:
         self.restarts = {"zygote": 0, "worker": 0}  # of those that died or were killed
         self.layers: list[str] = []  # as the newest worker reported
@@ -65,12 +79,9 @@ class Workers:
             "isolation": isolation,
             "allow_subprocess": allow_subprocess,
             "preload": list(preload),
+            "boxes": boxes,
         }
         self._removals: set[asyncio.Task] = set()  # of what dead workers left behind
-        # Numbers of workers, which give programs their users (isolation.py). They start at random, because programs of
-        # another server on this machine must not share limits that count by user, such as RLIMIT_NPROC.
-        self._numbers = itertools.count(secrets.randbelow(1 << 16))
-        self._by_user: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
         # Those for sessions have no huge pages (worker.py), and are never given to a program without one.
         self._idle: list[Worker] = []
         self._idle_for_sessions: list[Worker] = []
@@ -133,10 +144,12 @@ class Workers:
     async def were_killed_from_outside(self, worker: Worker) -> bool:
         """Return whether a worker that has died did so with its zygote, which no program here can end.
 
-        The filter allows no fork, and signals only within the program's own namespace or to the program itself.
+        The filter allows no fork, and signals only within the program's own namespace or to the program itself. A box
+        always has its own namespace.
         """
         has_ended = await _has_ended(worker.zygote)
-        return has_ended and "seccomp" in self.layers and not self._options["allow_subprocess"]
+        is_held = "seccomp" in self.layers and not self._options["allow_subprocess"]
+        return has_ended and (is_held or self._options["boxes"])
 
     async def close(self) -> None:
         """Stop the zygote, which first waits for the end of every program, and remove all files."""
@@ -164,12 +177,12 @@ class Workers:
             self._start_zygote()
         # Landlock lets a program look at any path that it knows, so a folder's name must not be guessable.
         # A session can stay while thousands of others come and go, so the next number's user may be taken.
-        number = next(self._numbers)
-        while number % NUM_UIDS in self._by_user and len(self._by_user) < NUM_UIDS:
-            number = next(self._numbers)
+        number = next(_numbers)
+        while number % NUM_UIDS in _by_user and len(_by_user) < NUM_UIDS:
+            number = next(_numbers)
         name = f"{number}-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
-        worker = self._by_user[number % NUM_UIDS] = Worker(ours, self._root / name, self._zygote)
+        worker = _by_user[number % NUM_UIDS] = Worker(ours, self._root / name, self._zygote)
         try:
             with theirs:
                 async with asyncio.timeout(START_GRACE_S):

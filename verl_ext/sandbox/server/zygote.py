@@ -39,7 +39,10 @@ def _import_siblings(*names: str) -> list[types.ModuleType]:
     return modules
 
 
-isolation, folders, preload, worker = _import_siblings("isolation", "folders", "preload", "worker")
+NAMES = ("isolation", "folders", "preload", "worker")
+# Only for boxes: a program's fork would have it in its memory.
+BOX = ("box",) if __name__ == "__main__" and json.loads(sys.argv[2])["boxes"] else ()
+isolation, folders, preload, worker, *box = _import_siblings(*NAMES, *BOX)
 
 OOM_SCORE_ADJ = "1000"  # if the machine runs out of memory, the kernel kills a program first, not the trainer
 
@@ -48,7 +51,8 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
     """Fork a worker per message (its name, with its socket) until the server is gone; then remove the root folder.
 
     Args:
-        options: root (folder), max_output_bytes, isolation (auto, full, none), allow_subprocess, preload (names).
+        options: root (folder), max_output_bytes, isolation (auto, full, none), allow_subprocess, preload (names), and
+            boxes: the workers are for boxes (box.py), not for programs.
     """
     worker.adopt_orphans()  # with namespaces, a worker is forked by our child, which then ends
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -56,11 +60,15 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
     # The first compile() builds the parser's types; done here, every fork inherits them.
     exec(compile(b"def f(x):\n    return [y for y in range(x)]\nf'{f(3)}'\n", folders.SCRIPT, "exec"), {})
     preload.preload(options["preload"])
-    refusal = None
+    refusal, kind = None, worker.Worker
     try:
-        layers = isolation.Isolation(
-            options["isolation"], allow_subprocess=options["allow_subprocess"], root=options["root"]
-        )
+        if box:
+            kind = box[0].BoxWorker
+            layers = box[0].BoxIsolation(options["isolation"], root=options["root"])
+        else:
+            layers = isolation.Isolation(
+                options["isolation"], allow_subprocess=options["allow_subprocess"], root=options["root"]
+            )
         layers.enter_zygote()
         if "seccomp" in layers.layers:
             preload.unlock_sqlite()
@@ -92,7 +100,7 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
         if pid == 0:
             try:
                 control.close()
-                worker.start(connection, name.decode(), layers, options["max_output_bytes"], address_space)
+                worker.start(connection, name.decode(), kind, layers, options["max_output_bytes"], address_space)
             finally:
                 os._exit(0)
         connection.close()

@@ -18,10 +18,12 @@ import pytest
 from aiohttp import web
 
 from tests.unit.sandbox.server_process import LAUNCHER, REPOSITORY, Server, wait_until
-from verl_ext.sandbox.server import api, body, clients
+from verl_ext.sandbox.server import answers, api, body, clients
+from verl_ext.sandbox.server.boxes import Boxes
 from verl_ext.sandbox.server.clients import Clients
 from verl_ext.sandbox.server.pool import Pool
 from verl_ext.sandbox.server.sessions import Sessions
+from verl_ext.sandbox.server.workers import Workers
 
 TOKEN = "correct-horse-battery"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
@@ -45,7 +47,7 @@ def guarded() -> Iterator[Server]:
     environment = pytest.MonkeyPatch()
     environment.setenv("SANDBOX_TOKEN", TOKEN)
     launcher = ("prlimit", "--nofile=200:200", *LAUNCHER)
-    server = Server("--preload", "", workers=1, launcher=launcher)
+    server = Server("--preload", "", "--max-boxes", "0", workers=1, launcher=launcher)
     environment.undo()
     yield server
     server.stop()
@@ -231,8 +233,8 @@ def test_server_with_too_few_descriptors_says_so():
     run = subprocess.run([*command, "--workers", "2"], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == (
-        "sandbox: this process may have 110 open files, and 2 workers with 0 sessions need 122: "
-        "raise `ulimit -n`, or lower --workers or --max-sessions\n"
+        "sandbox: this process may have 110 open files, and 2 workers with 0 sessions and boxes need 122: "
+        "raise `ulimit -n`, or lower --workers, --max-sessions or --max-boxes\n"
     )
 
 
@@ -248,7 +250,9 @@ def test_sessions_by_default_leave_descriptors_to_clients():
 async def port() -> AsyncIterator[int]:
     """The port of a server in this process."""
     pool = Pool(workers=1, max_output_bytes=1000, preload=())
-    runner = web.AppRunner(api.make_app(pool, Sessions(pool, max_sessions=0, idle_s=1)), handler_cancellation=True)
+    sessions = Sessions(pool, max_sessions=0, idle_s=1)
+    boxes = Boxes(pool, Workers(0, 1000, isolation="auto", boxes=True), max_boxes=0, idle_s=1)
+    runner = web.AppRunner(api.make_app(pool, sessions, boxes), handler_cancellation=True)
     await runner.setup()
     listener = socket.create_server(("127.0.0.1", 0))
     accepted = Clients(runner.server, listener, limit=3)
@@ -257,6 +261,7 @@ async def port() -> AsyncIterator[int]:
     accepted.stop()
     await runner.cleanup()
     await pool.close()
+    await boxes.workers.close()
     listener.close()
 
 
@@ -309,7 +314,7 @@ async def test_program_may_take_longer_than_a_connection_may_idle(port, monkeypa
 async def test_client_that_does_not_take_its_answer_is_closed(port, monkeypatch, piece_s, idle_s):
     monkeypatch.setattr(clients, "SWEEP_S", 0.05)
     monkeypatch.setattr(clients, "IDLE_S", idle_s)
-    monkeypatch.setattr(api, "PIECE_S", piece_s)
+    monkeypatch.setattr(answers, "PIECE_S", piece_s)
     content = body_of(code="open('a', 'wb').write(bytes(30 << 20))", fetch_files=["a"])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
     writer.write(post(content))

@@ -20,7 +20,7 @@ def readable(tmp_path, monkeypatch) -> Path:
     """The one folder that programs may read."""
     folder = tmp_path / "usr/local/lib"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(visible, "readable_paths", lambda: [str(folder)])
+    monkeypatch.setattr(visible, "readable_paths", lambda **_: [str(folder)])
     return folder
 
 
@@ -60,7 +60,7 @@ n.unshare(n.CLONE_NEWNS)
 n.mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
 readable, hidden = {str(tmp_path)!r} + "/lib", {str(tmp_path)!r} + "/work/repository"
 os.makedirs(readable + "/a b"), os.makedirs(hidden + "/data")
-visible.readable_paths = lambda: [readable]
+visible.readable_paths = lambda **_: [readable]
 assert visible.find_exposed([hidden]) is None
 n.mount({str(tmp_path)!r} + "/work/" + {mounted!r}, readable + "/a b", None, n.MS_BIND)
 print(visible.find_exposed([hidden]) == (hidden, readable + "/a b"))
