@@ -5,7 +5,8 @@ verl's interface. `tool_errors.py` is for authors of tools, and `threads.py` run
 `python.py` is the sandbox as a verl tool, and `shared_client.py` the one sandbox client of a process. `base.py` is the
 interface, `by_name.py` makes environments by their names, which stand below: `search.py` looks up a local `corpus.py`,
 `math_tools.py` runs `math_program.py` in the sandbox, `user.py` lets a language model play the user, `mcp_tools.py` has
-the tools of a server that `mcp_connection.py` starts.
+the tools of a server that `mcp_connection.py` starts, and `terminal.py` works in a box of the sandbox, whose files
+`edit_program.py` edits.
 `skyrl_gym.py` and `openenv.py` adapt environments of other projects, whose rewards `rewards.py` turns into scores.
 In: a call. Out: text for the model, or an infrastructure failure.
 """
@@ -16,6 +17,7 @@ BUILT_IN: dict[str, str] = {
     "openenv": "verl_ext.environments.openenv:OpenEnv",
     "search": "verl_ext.environments.search:Search",
     "skyrl_gym": "verl_ext.environments.skyrl_gym:SkyRlGym",
+    "terminal": "verl_ext.environments.terminal:Terminal",
     "user": "verl_ext.environments.user:User",
 }
 OF_SANDBOX = ("python", "notebook")  # both are ToolEnvironment, with one interpreter or the other
