@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 PROMPT_ROLES = ("system", "user")
 TOOL_ROLES = ("interpreter", "tool")
 ANY_NUMBER = 1000  # of calls in a turn of a trace: only rollouts have a limit
+ENDING_TOOL = "submit"  # ends an episode (CallResult.ends), so that no answer to it follows
 
 # ReTool-SFT was made by a format string that nobody formatted: its prompts ask for \boxed{{...}}.
 _DOUBLED = re.compile(r"\\boxed\{\{([^{}]*)\}\}")
@@ -74,7 +75,8 @@ def split_trace(
 
     Args:
         messages: system and user messages, then the assistant's, each with calls followed by the tools' answers, or
-            without calls by a user's message; the last one without calls. A list, or JSON text.
+            without calls by a user's message; the last one without calls, or with one of ENDING_TOOL. A list, or JSON
+            text.
         tools: schemas in OpenAI's form, as a list or as JSON text; None for the interpreter only.
         eos: text of the token that ends a turn; "" without a tokenizer.
         render: the text of the prompt's messages with their tools, by the chat template. If it opens `<think>`, a turn
@@ -95,7 +97,7 @@ def split_trace(
             text = _within_thinking(text, before)
         ended = turn is last or bool(turn.users) or protocol.call_ends_turn
         segments += [_own(text, eos), *[Segment([eos], True)] * ended]
-        if turn is last or turn.users:
+        if turn.users or (turn is last and not turn.calls):
             _check_answer(text, schemas, protocol, thinking)
         else:
             _check_calls(text, turn.calls, schemas, protocol, thinking)
@@ -124,7 +126,7 @@ def conversation_of(messages: Any, tools: Any) -> tuple[list[dict], dict[str, di
     prompt = [{"role": m["role"], "content": _DOUBLED.sub(r"\\boxed{\1}", _text(m))} for m in messages[:length]]
     turns = list(_turns(messages[length:], schemas, keep_nulls))
     last = turns[-1]
-    if last.calls or last.outputs or last.users:
+    if last.outputs or last.users:
         raise ValueError("the last message must be the assistant's answer, without a call")
     last.content = _DOUBLED.sub(r"\\boxed{\1}", last.content)
     return prompt, schemas, turns
@@ -271,7 +273,8 @@ def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[Tr
             i += 1
         if turns[-1].outputs and not turns[-1].calls:
             turns[-1] = _with_calls(turns[-1].content, turns[-1].outputs, schemas)
-        if len(turns[-1].outputs) != len(turns[-1].calls):
+        ends = i == len(messages) and [call.tool for call in calls] == [ENDING_TOOL]
+        if len(turns[-1].outputs) != len(turns[-1].calls) and not (ends and not turns[-1].outputs):
             raise ValueError(f"{len(turns[-1].calls)} calls with {len(turns[-1].outputs)} answers; roles are {roles}")
         while i < len(messages) and roles[i] == "user" and not turns[-1].calls:
             turns[-1].users.append(_text(messages[i]))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 MAX_BYTES = 64 * 2**20  # of all files of an archive together, with 512 to 1,023 for the name of each
 MAX_FILES = 2**14
+TIME = 946_684_800  # s, the start of 2000: a zip, such as Python's zipapp writes, holds no time before 1980
 _OF_NAMES = 2 * tarfile.RECORDSIZE + 1024 * MAX_FILES  # what a tar may have besides the files' bytes
 
 
@@ -67,6 +68,7 @@ def pack(files: Files | Path, prefix: str = "") -> bytes:
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for path in sorted(entries):
             entry, info = entries[path], tarfile.TarInfo(path)
+            info.mtime = TIME
             match entry:
                 case File():
                     info.mode, info.size = entry.mode, len(entry.data)

@@ -10,11 +10,11 @@ def make_dataset(tokenizer, tmp_path):
 
     from verl_ext.datasets.sft import RetoolSFTDataset
 
-    def make(*files_of_rows, max_samples=-1, using=tokenizer, **settings):
+    def make(*files_of_rows, max_samples=-1, using=tokenizer, tools=None, **settings):
         paths = []
         for rows in files_of_rows:
             paths.append(str(tmp_path / f"{len(paths)}.parquet"))
-            pd.DataFrame({"messages": rows}).to_parquet(paths[-1])
+            pd.DataFrame({"messages": rows} | ({"tools": tools} if tools else {})).to_parquet(paths[-1])
         retool = {name: settings.pop(name) for name in ("protocol", "bad_rows") if name in settings}
         config = {"messages_key": "messages", "max_length": 200, "truncation": "error"} | settings
         config["retool"] = {"protocol": "code", "bad_rows": "error"} | retool

@@ -136,3 +136,44 @@ def test_a_trace_may_not_end_with_the_user(make_dataset):
     row = [user(), assistant("How many?"), {"role": "user", "content": "Two."}]
     with pytest.raises(ValueError, match="the last message must be the assistant's answer"):
         make_dataset([row])
+
+
+DESK = """
+from verl_ext.environments.base import Environment, tool
+from verl_ext.episode import CallResult
+from verl_ext.outcome import RolloutEnd
+
+class Desk(Environment):
+    @tool
+    async def look(self) -> str:
+        '''Look.'''
+        return "a desk"
+
+    @tool
+    async def submit(self) -> CallResult:
+        '''End.'''
+        return CallResult("submitted", ends=RolloutEnd.ANSWER)
+"""
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """Return the tools of an environment whose `submit` ends the episode, as a trace has them, and its settings."""
+    from verl_ext.environments.by_name import Environments
+
+    (tmp_path / "desk.py").write_text(DESK)
+    settings = {"environment": f"{tmp_path}/desk.py:Desk"}
+    return json.dumps(list(Environments(settings["environment"], None).schemas.values())), settings
+
+
+def test_a_trace_may_end_with_the_call_that_ends_the_episode(make_dataset, roll_out, tokenizer, desk):
+    tools, settings = desk
+    row = [user(), calls("{}", name="look"), tool("a desk"), calls("{}", name="submit")]
+    dataset = make_dataset([row], protocol="hermes", max_length=2000, tools=tools)
+    rollout = rolled_out(roll_out, tokenizer, dataset, [], "hermes", **settings)
+    assert rollout.finish_reason == "answer" and rollout.use.calls == 2
+    trained, _ = tokens_of(dataset, tokenizer)
+    assert trained.endswith('{"name": "submit", "arguments": {}}\n</tool_call><|im_end|>')
+    for last in ([calls("{}", name="look")], [calls("{}", name="submit"), tool("submitted")]):
+        with pytest.raises(ValueError, match="SFT row 0 .*(1 calls with 0 answers|must be the assistant's answer)"):
+            make_dataset([[user(), calls("{}", name="look"), tool("a desk"), *last]], protocol="hermes", tools=tools)

@@ -3,6 +3,7 @@
 import gzip
 import io
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_an_archive_has_the_files_that_were_packed() -> None:
 def test_equal_files_give_equal_bytes_in_any_order() -> None:
     assert pack({"a": b"1", "b": b"2"}) == pack({"b": b"2", "a": b"1"})
     assert pack(unpack(pack({"a": (b"1", 0o600)}))) == pack({"a": (b"1", 0o600)})
+
+
+def test_files_have_a_time_that_a_zip_can_hold(tmp_path: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(pack({"app/a": "a"}))) as tar:
+        tar.extractall(tmp_path, filter="data")
+    zipfile.ZipFile(tmp_path / "a.zip", "w").write(tmp_path / "app/a")  # refuses a time before 1980
 
 
 def test_a_folder_is_packed_with_modes_and_links(tmp_path: Path) -> None:

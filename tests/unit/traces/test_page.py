@@ -36,5 +36,7 @@ def test_a_transcript_has_calls_with_their_outputs_whatever_the_form():
     ]
     inline = {"role": "assistant", "content": "<code>print(3)</code>\n<interpreter>\n3\n</interpreter>\nSo \\boxed{3}"}
     assert [call["stdout"] for call in transcript_row([user, inline], None)["calls"]] == ["\n3\n"]
+    submitted = transcript_row([user, called, *tools_say("3", "5"), asks(("submit", {}))], None)
+    assert [call["stdout"] for call in submitted["calls"]] == ["3", "5", ""]
     broken = transcript_row([called, user], None)
     assert [turn["role"] for turn in broken["turns"]] == ["model", "user"] and "print(3)" in broken["turns"][0]["text"]
