@@ -1,11 +1,10 @@
 """Whether the domains of a run can be played and scored: an episode of each is opened, some answers are scored."""
 
 import asyncio
-import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_ext.datasets.peek import first_rows
 from verl_ext.datasets.rows import DataError
@@ -13,8 +12,7 @@ from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.template import load_tools, template_kwargs
-from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
-from verl_ext.protocols.base import Call, render
+from verl_ext.protocols.base import render
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import ANY_NUMBER
 from verl_ext.settings.domains import check_sources, of_whole_run, read_domains
@@ -22,9 +20,13 @@ from verl_ext.settings.domains import check_sources, of_whole_run, read_domains
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
 SCORED = 20  # rows of a domain whose right and empty answers are scored
 SHOWN = 300  # characters of a first prompt, of its beginning and of its end
 OPEN_S = 60.0
+SCORE_S = 300.0  # of an answer
+AT_ONCE = 4  # rows whose answers are scored
 
 
 def check_sources_of_rows(run: Run) -> Iterator[Finding]:
@@ -66,7 +68,7 @@ def check_domains(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Fi
         )
         try:
             environments = Environments(domain.environment, run.config, tools if protocol.call_ends_turn else ())
-            opening = asyncio.run(_open(environments, row, run.text_column))
+            opening = asyncio.run(_closed(run, _open(environments, row, run.text_column)))
         except Exception as error:  # whatever an environment's author wrote
             yield fail(f"""{what}: an episode of {where} could not be opened: {type(error).__name__}: {error}
                 -> Correct retool.environment or the row, or start what it needs.""")
@@ -77,6 +79,16 @@ def check_domains(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Fi
         yield ok(f"{what}: an episode in {domain.environment} begins with\n{_shortened(prompt)}")
         if run.has_own_reward:
             yield from _check_scores(run, environments, what, rows[name][:SCORED])
+
+
+async def _closed(run: Run, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` gives; then close the connections to the sandbox, which belong to this event loop."""
+    from verl_ext.environments.shared_client import shared_client
+
+    try:
+        return await work
+    finally:
+        await shared_client(run.config.retool.sandbox).aclose()
 
 
 async def _open(environments: Any, row: Mapping[str, Any], prompt_key: str) -> Any:
@@ -95,80 +107,28 @@ def _task(row: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
 def _check_scores(
     run: Run, environments: Any, what: str, rows: list[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[Finding]:
-    """Check that what is right for a row scores 1, and nothing at all 0: by the environment, or else the verifier."""
+    """Check that what is right for a row scores 1, and nothing at all less: by its environment, or else verifier."""
+    from verl_ext.environments.validation import Validator
     from verl_ext.reward.verifiers import Verifiers
 
-    verifiers = Verifiers.of_run(run.config)
-    wrong: list[str] = []
-    tried = 0
+    async def check() -> list[Any]:
+        verifiers = Verifiers.of_run(run.config)
+        validator = Validator({None: environments}, verifiers, prompt_key=run.text_column, row_s=SCORE_S)
+        return [each async for each in validator.check_all(rows, at_once=AT_ONCE)]
 
-    async def score() -> None:
-        nonlocal tried
-        for where, row in rows:
-            expected = {"right": 1.0, "empty": 0.0}
-            found = await _by_environment(environments, _task(row, run.text_column))
-            found = found or await _by_verifier(verifiers, row, run.text_column)
-            tried += "right" in found
-            wrong.extend(
-                f"{where}: the {kind} answer scores {acc}, expected {expected[kind]:g}"
-                for kind, acc in found.items()
-                if acc != expected[kind]
-            )
-
-    try:
-        asyncio.run(score())
-    except Exception as error:  # of a verifier or an environment
-        yield fail(f"{what}: scoring raised {type(error).__name__}: {error} -> Correct the row or what scores it.")
-        return
-    if wrong:
+    checked = asyncio.run(_closed(run, check()))
+    if raised := [each for each in checked if each.error]:
+        yield fail(f"""{what}: scoring {raised[0].where} raised {raised[0].error} -> Correct the row or what scores it,
+            or start what it needs.""")
+    elif wrong := [f"{each.where}: {each.wrong[0]}" for each in checked if each.wrong]:
         yield warn(f"""{what}: of the right and the empty answers of {len(rows)} rows, {len(wrong)} are scored wrongly
-            ({wrong[0]}) -> Correct the ground truths, or choose another verifier for the domain.""")
-    elif tried:
-        yield ok(f"{what}: the right answers of {tried} rows score 1, empty ones 0")
+            ({wrong[0]}) -> Correct the ground truths or tests, or choose another verifier for the domain.
+            python -m verl_ext.environments validate names all such rows of a file.""")
+    elif tried := sum("right" in each.scores for each in checked):
+        yield ok(f"{what}: the right answers of {tried} rows score 1, empty ones less")
     else:
-        yield ok(f"""{what}: empty answers of {len(rows)} rows score 0; no right ones were tried, because the rows have
-            neither extra_info.gold_response nor extra_info.gold_calls""")
-
-
-async def _by_environment(environments: Any, task: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return what an environment scores for the row's `extra_info.gold_calls` (JSON: a list of name and arguments), if
-    there are any, and for no call; nothing if it leaves the score to a verifier."""
-    text = (task.get("extra_info") or {}).get("gold_calls") or "[]"
-    try:
-        calls = [(call["name"], dict(call["arguments"])) for call in json.loads(text)]
-    except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"extra_info.gold_calls is {text!r:.200}; expected JSON text of "
-            '[{"name": ..., "arguments": {...}}, ...]'
-        ) from error
-    found = {}
-    for kind in ("right", "empty") if calls else ("empty",):
-        environment = environments.make()
-        try:
-            async with asyncio.timeout(OPEN_S):
-                await environment.open(task)
-                for call in calls if kind == "right" else ():
-                    await environment.call(Call(*call, 0))
-                episode = Episode(EpisodeKey("doctor", 0), rows=[TokenRow()], use=ToolUse(), finish_reason="answer")
-                score = await environment.score(episode)
-        finally:
-            await environment.close()
-        if score is None:
-            return {}
-        found[kind] = score.acc
-    return found
-
-
-async def _by_verifier(verifiers: Any, row: Mapping[str, Any], prompt_key: str) -> dict[str, float | None]:
-    """Return what the verifier scores for an empty answer and, if one is known, for a right answer."""
-    verifier = verifiers.find(str(row.get("data_source") or ""), str(row.get("ability") or ""))
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    gold = (row.get("extra_info") or {}).get("gold_response")
-    if gold is None and hasattr(verifier, "gold"):
-        gold = verifier.gold(truth)
-    texts = {"right": gold, "empty": ""} if gold is not None else {"empty": ""}
-    sample = {**row, "raw_prompt": row.get(prompt_key)}
-    return {kind: (await verifier.verify(text, truth, sample)).acc for kind, text in texts.items()}
+        yield ok(f"""{what}: empty answers of {len(rows)} rows score less than 1; no right ones were tried, because the
+            rows have neither extra_info.gold_response nor extra_info.gold_calls, nor a task with a solution""")
 
 
 def _rows(run: Run, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

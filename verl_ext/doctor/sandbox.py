@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from verl_ext.datasets.peek import first_rows
 from verl_ext.doctor.finding import Finding, Level, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.environments import IN_BOXES
 from verl_ext.sandbox.client import SandboxClient
 from verl_ext.sandbox.limits import ANSWER_GRACE_S
 from verl_ext.sandbox.load import Load, load
@@ -80,6 +81,8 @@ def check_reachable(run: Run) -> Iterator[Finding]:
         yield finding
     if are_well and run.is_rl and "notebook" in environments(run):
         yield from check_sessions(run)
+    if are_well and run.is_rl and environments(run).intersection(IN_BOXES):
+        yield from check_boxes(run)
 
 
 def environments(run: Run) -> set[str]:
@@ -135,6 +138,29 @@ def check_sessions(run: Run) -> Iterator[Finding]:
     yield warn(f"""up to {wanted:,} responses are written at one time, but {allowed:,} notebooks may exist: further ones
         wait for at most retool.sandbox.queue_timeout_s={wait_s:g}, and then fail
         -> {start}{more}. An idle one takes 5 MiB.""")
+
+
+def check_boxes(run: Run) -> Iterator[Finding]:
+    """Check that each server has boxes, and enough of them for every response that is written at one time."""
+    urls = [url.rstrip("/") for url in run.get("retool.sandbox.urls")]
+    limits = [ping(url) or {} for url in urls]
+    needs = " and ".join(sorted(environments(run).intersection(IN_BOXES)))
+    for url, said in zip(urls, limits, strict=True):
+        if not said.get("max_boxes"):
+            why = said.get("no_boxes") or "only this package's server has them"
+            yield fail(f"""{url} has no boxes ({why}), and {needs} needs one for each response
+                -> Start python -m verl_ext.sandbox.server there, without --max-boxes 0, and see docs/guides/sandbox.md
+                for what a container must allow.""")
+            return
+    wanted, allowed = responses_at_once(run), sum(said["max_boxes"] for said in limits)
+    if wanted <= allowed:
+        yield ok(f"""up to {wanted:,} responses are written at one time, and {allowed:,} boxes may exist""")
+        return
+    each, wait_s = math.ceil(wanted / len(urls)), run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
+    yield warn(f"""up to {wanted:,} responses are written at one time, but {allowed:,} boxes may exist: further ones
+        wait for at most retool.sandbox.queue_timeout_s={wait_s:g}, and then fail
+        -> Start {"each" if len(urls) > 1 else "the"} server with --max-boxes {min(each, MAX_SESSIONS)}, or use more
+        servers (SANDBOX_URL).""")
 
 
 def responses_at_once(run: Run) -> int:

@@ -20,4 +20,5 @@ BUILT_IN: dict[str, str] = {
     "terminal": "verl_ext.environments.terminal:Terminal",
     "user": "verl_ext.environments.user:User",
 }
+IN_BOXES = ("repository", "terminal")  # each of their episodes has a box of the sandbox
 OF_SANDBOX = ("python", "notebook")  # both are ToolEnvironment, with one interpreter or the other

@@ -69,20 +69,20 @@ def shown_tools(config: Any, tools: Sequence[Any]) -> dict[str | None, tuple[str
 
 
 class Combined(Environment):
-    """Several environments as one: the tools of all. The first one that replies or scores does so for all."""
+    """Several environments as one, `parts`: the tools of all. The first that replies or scores does so for all."""
 
     def __init__(self, parts: Sequence[Environment]):
         super().__init__()
-        self._parts, self._of_tool = parts, dict[str, Environment]()
+        self.parts, self._of_tool = parts, dict[str, Environment]()
 
     @property
     def is_stateless(self) -> bool:
-        return all(part.is_stateless for part in self._parts)
+        return all(part.is_stateless for part in self.parts)
 
     async def open(self, task: Mapping[str, Any]) -> Opening:
         """Open each with the messages that the one before gave."""
         tools: dict[str, dict] = {}
-        for part in self._parts:
+        for part in self.parts:
             opening = await part.open(task)
             task = {**task, "raw_prompt": opening.messages}
             tools |= opening.tools
@@ -93,19 +93,25 @@ class Combined(Environment):
         return await self._of_tool[call.tool].call(call)
 
     async def reply(self, text: str) -> list[dict[str, Any]] | None:
-        for part in self._parts:
+        for part in self.parts:
             if (messages := await part.reply(text)) is not None:
                 return messages
         return None
 
     async def score(self, episode: Episode) -> Score | None:
-        for part in self._parts:
+        for part in self.parts:
             if (score := await part.score(episode)) is not None:
                 return score
         return None
 
+    async def score_again(self, task: Mapping[str, Any], evidence: bytes) -> Score | None:
+        for part in self.parts:
+            if (score := await part.score_again(task, evidence)) is not None:
+                return score
+        return None
+
     async def close(self) -> None:
-        closed = await asyncio.gather(*(part.close() for part in self._parts), return_exceptions=True)
+        closed = await asyncio.gather(*(part.close() for part in self.parts), return_exceptions=True)
         for error in closed:
             if error is not None:
                 raise error

@@ -141,6 +141,7 @@ def row(
         info: further keys of `extra_info`.
     """
     extra: dict[str, Any] = {"index": index, "split": split, "id": task.name, "task": json.dumps(task.to_info())}
+    extra |= {"kind": task.kind, "difficulty": task.difficulty}
     if gold_calls is not None:
         extra["gold_calls"] = json.dumps(list(gold_calls))
     return {

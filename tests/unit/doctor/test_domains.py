@@ -57,7 +57,7 @@ def test_the_first_prompt_is_shown_and_right_and_empty_answers_are_scored(look):
     first, scores = look([row("sums", "2"), row("sums", "\\frac{1}{2}")])
     assert first.level == scores.level == Level.OK
     assert "the data: an episode in python begins with\n| <|im_start|>user\n| 1+1?<|im_end|>" in first.message
-    assert scores.message == "the data: the right answers of 2 rows score 1, empty ones 0"
+    assert scores.message == "the data: the right answers of 2 rows score 1, empty ones less"
 
 
 def test_each_domain_has_its_environment_and_verifier(look, tmp_path):

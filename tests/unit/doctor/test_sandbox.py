@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.unit.sandbox.boxes import need_boxes
 from verl_ext.doctor.finding import Level
 from verl_ext.doctor.sandbox import (
     calls_per_step,
@@ -158,6 +159,27 @@ def test_notebooks_need_as_many_sessions_as_responses_are_written_at_one_time(se
 
 def test_without_notebooks_no_session_is_needed(server, make_run, only_ok):
     only_ok(check_reachable(with_url(make_run, server, "data.train_batch_size=100000")))
+
+
+BOXES = [["retool.environment=terminal"], ["+retool.domains.repo.environment={name: repository, folder: r}"]]
+
+
+@pytest.mark.parametrize("overrides", BOXES, ids=["run", "domain"])
+def test_tasks_in_boxes_need_as_many_boxes_as_responses_are_written_at_one_time(make_run, told, overrides):
+    few = ["data.train_batch_size=5", "actor_rollout_ref.rollout.n=8", "algorithm.filter_groups.enable=false"]
+    with running_server(workers=1, options=("--preload", "", "--max-boxes", "40")) as url:
+        need_boxes(url)
+        said = told(check_reachable(with_url(make_run, url, *few, *overrides)), Level.OK)
+        assert said[1].startswith("up to 40 responses are written at one time, and 40 boxes may exist")
+        many = [*few, "data.train_batch_size=6"]
+        text = told(check_reachable(with_url(make_run, url, *many, *overrides)), Level.WARN)[0]
+        assert "up to 48 responses" in text and "-> Start the server with --max-boxes 48" in text
+
+
+def test_a_server_without_boxes_is_named(make_run, told):
+    with running_server(workers=1, options=("--preload", "", "--max-boxes", "0")) as url:
+        text = told(check_reachable(with_url(make_run, url, "retool.environment=terminal")), Level.FAIL)[0]
+    assert f"{url} has no boxes (" in text and "terminal needs one for each response" in text
 
 
 def test_responses_at_one_time_of_a_mode(make_run):
