@@ -209,6 +209,8 @@ class Pack:
         size = HEADER_BYTES + len(os.fsencode(path)) + (status.st_size if not stat.S_ISDIR(status.st_mode) else 0)
         if depth > MAX_DEPTH or len(os.fsencode(path)) > MAX_PATH_BYTES:
             self._drop(path, f"deeper than {MAX_DEPTH} folders, or a path of more than {MAX_PATH_BYTES} bytes")
+        elif depth and status.st_dev != os.fstat(folder).st_dev:
+            self._drop(path, "not of the box")
         elif size > self._left:
             self._drop(path, f"over the limit of {self._max_bytes} bytes for all artifacts")
         elif stat.S_ISLNK(status.st_mode):
@@ -263,6 +265,7 @@ def find_planted(root: str, folders: Iterable[str], known: Iterable[str]) -> lis
 
 def _planted(root: str, folders: Iterable[str], own: set[str]) -> Iterator[str]:
     waiting = list(folders)
+    above = {"/".join(parts[:i]) for parts in (path.split("/") for path in own) for i in range(2, len(parts))}
     while waiting:
         folder = waiting.pop(0)
         try:
@@ -271,7 +274,7 @@ def _planted(root: str, folders: Iterable[str], own: set[str]) -> Iterator[str]:
             continue
         for entry in entries:
             path = f"{folder}/{entry.name}"
-            if path not in own and not any(other.startswith(f"{path}/") for other in own):
+            if path not in own and path not in above:
                 yield path
             elif entry.is_dir(follow_symlinks=False):
                 waiting.append(path)

@@ -8,6 +8,7 @@ A worker serves one box and ends with it, so nothing of it can reach another. Ea
 inherits, so that this process, unlike worker.py, may make objects of a request.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,10 +21,10 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from . import archive, box_isolation
+from .agent_runs import AgentRuns
 from .box_isolation import BoxIsolation
 from .isolation import limit
 from .memory import MemoryWatch
-from .notify import Listener
 from .output import Buffer
 from .processes import KILL_S, Program, kill_all
 from .program import CHUNK, PR_SET_PDEATHSIG, SIGKILL, prctl
@@ -56,15 +57,15 @@ class Reaper:
 
     EVERY_S = 0.05
 
-    def __init__(self) -> None:
-        self.next_check = 0.0
+    def __init__(self, agent_runs: AgentRuns | None) -> None:
+        self.agent_runs, self.next_check = agent_runs, 0.0
 
     def excess(self, pids: list[int]) -> str:
-        for pid in pids[1:]:  # the first is the command, whose exit code counts
-            try:
-                os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                pass
+        others = {pids[0]} | (self.agent_runs.pids() if self.agent_runs else set())  # whose exit codes count
+        for pid in pids:
+            if pid not in others:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
         self.next_check = time.monotonic() + self.EVERY_S
         return ""
 
@@ -100,7 +101,7 @@ class BoxWorker(Worker):
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]
         self.program: Program | None = None  # while a command runs
         self.left: Program | None = None  # the last command, to reach what it left behind
-        self.listener: Listener | None = None
+        self.agent_runs: AgentRuns | None = None
         self.known: list[str] = []  # the paths that came with the archive
         self.cwd = self.workdir = box_isolation.FOLDERS[0]
         self.disk_bytes = self.memory_limit_MB = 0
@@ -147,7 +148,7 @@ class BoxWorker(Worker):
         os.makedirs(request["workdir"], exist_ok=True)
         self.cwd = self.workdir = request["workdir"]
         try:
-            self.listener = Listener(self.layers.for_as_agent)  # no ruleset can be made here from now on
+            self.agent_runs = AgentRuns(self.layers)
         except OSError:  # an older kernel: as-agent says that it cannot confine
             pass
         if not request["has_archive"]:
@@ -180,13 +181,12 @@ class BoxWorker(Worker):
 
     def watches(self, limits: Limits) -> list[Any]:
         memory = MemoryWatch(limits.memory_limit_MB << 20, uid=self.layers.uid, several=True)
-        return [memory, Reaper(), LockWatch(self.layers.locks)]
+        return [memory, Reaper(self.agent_runs), LockWatch(self.layers.locks)]
 
     def poll(self, program: Program) -> tuple[select.poll, dict[int, Any]]:
         poller, streams = super().poll(program)
-        if self.listener:
-            poller.register(self.listener.fd, select.POLLIN)
-            streams[self.listener.fd] = self.listener
+        if self.agent_runs:
+            self.agent_runs.register(poller, streams)
         return poller, streams
 
     def finish(self, program: Program, limits: Limits, end: End, execution_time: float) -> Result:
@@ -196,6 +196,8 @@ class BoxWorker(Worker):
         ended = os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if timed_out or excess or not ended:
             wait_status, gone = kill_all(program)
+            if self.agent_runs:
+                self.agent_runs.forget_all()
         else:
             _, wait_status = os.waitpid(program.pid, 0)
             program.signal(signal.SIGSTOP)
@@ -329,7 +331,7 @@ def confine(worker: BoxWorker, max_file_bytes: int, address_space: int) -> None:
 def become_command(worker: BoxWorker, request: dict[str, Any], stdout: int, stderr: int, cwd: int) -> NoReturn:
     """Turn a fresh fork of the worker into bash."""
     try:
-        confine(worker, worker.disk_bytes, (worker.memory_limit_MB << 20) + EXTRA_ADDRESS_SPACE)
+        confine(worker, worker.disk_bytes + CHUNK, (worker.memory_limit_MB << 20) + EXTRA_ADDRESS_SPACE)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.dup2(stdout, 1)

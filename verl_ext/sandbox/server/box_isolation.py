@@ -5,10 +5,13 @@ All that is writable is one file system in memory, as large as the box's disk li
 programs that run at the same time and have agreed on it can pass bits that way, as they can by using the CPU.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterable, Iterator
 
 from . import landlock, namespaces
+from .archive import is_inside
 from .isolation import Isolation
 from .seccomp import FilterProgram, assemble, prepare
 from .visible import readable_paths
@@ -16,7 +19,7 @@ from .visible import readable_paths
 NEEDED = ("namespaces", "root", "proc", "landlock", "seccomp")  # layers without which there are no boxes
 FOLDERS = ("/app", "/tests", "/logs", "/solution", "/tmp", "/home/agent")
 AGENT_HOME = "/home/agent"
-TEMPORARY = "/tmp/as-agent"  # of programs that as-agent runs (as_agent.py)
+TEMPORARY = "/tmp/as-agent"  # /tmp of the programs that as-agent runs (as_agent.py)
 INODES = 1 << 14
 TOOLS = "/run/box"
 CWD_FD = 198  # where a command's bash says in which folder it ends; a number that scripts do not use
@@ -42,15 +45,12 @@ ENVIRONMENT = {
     "GIT_CONFIG_KEY_1": "init.defaultBranch",
     "GIT_CONFIG_VALUE_1": "main",
 }
-# bash reads it before a command, which cannot see it; a trap of the command replaces it.
+# bash reads it before a command, whose own trap of its end replaces this one.
 BASH_ENV = f"unset BASH_ENV\ntrap 'builtin pwd -P 2>/dev/null >&{CWD_FD} || :' EXIT\n"
 
 
 def obstacle() -> str:
     """Return why there can be no boxes although all layers work; "" if there can be."""
-    for path in readable_paths(in_box=True):
-        if any(path == folder or path.startswith(f"{folder}/") for folder in FOLDERS):
-            return f"{path}, which programs need, is where a box has its own folders ({', '.join(FOLDERS)})"
     return "" if os.access(BASH, os.X_OK) else f"there is no {BASH}"
 
 
@@ -77,7 +77,7 @@ class BoxIsolation(Isolation):
         del links["/tmp"]
         self.layout = namespaces.Layout((namespaces.HOME, "/var", *FOLDERS), _files(), links, in_box=True)
         self.locks = -1  # /proc/locks of the box's own processes
-        self.for_as_agent = -1  # ruleset
+        self.for_as_agent = self.without_tests = -1  # a ruleset, and a mount namespace (agent_runs.py)
         super().__init__(mode, allow_subprocess=True, root=root)
 
     def _assemble_filter(self, only_pid: int | None = None) -> FilterProgram:
@@ -91,28 +91,51 @@ class BoxIsolation(Isolation):
     def open_box(self, disk_bytes: int) -> None:
         """Mount the box's file system, and put this process and all that it forks under the box's rules.
 
-        It is one domain of landlock for all commands: those of different ones could not signal or see each other.
+        It is one domain of landlock for all commands: those of different ones could not see each other.
 
         Raises:
             OSError: see there.
         """
-        home = namespaces.HOME
+        home, system = namespaces.HOME, readable_paths(in_box=True)
         namespaces.mount_home(execute=True, num_bytes=disk_bytes, inodes=INODES)
-        for folder in FOLDERS:
-            os.makedirs(home + folder)
-            namespaces.mount(home + folder, folder, None, namespaces.MS_BIND)
+        with _kept(system):
+            for folder in FOLDERS:
+                os.makedirs(home + folder)
+                namespaces.mount(home + folder, folder, None, namespaces.MS_BIND)
         namespaces.unmount_home()  # what is mounted from it stays
         os.mkdir(TEMPORARY)
-        system = [*readable_paths(in_box=True), *self.layout.files, "/proc"]
-        devices = namespaces.DEVICES
-        ruleset = landlock.make_ruleset(
-            readable=system, writable=FOLDERS, devices=devices, execute=True, listable=["/"]
-        )
-        self.for_as_agent = landlock.make_ruleset(
-            readable=system, writable=["/app", TEMPORARY], devices=devices, execute=True
-        )
-        landlock.restrict_self(ruleset)
-        os.close(ruleset)
+        self.without_tests = _without_tests(system)
+        system += [*self.layout.files, "/proc"]
+        writable = (*FOLDERS, TEMPORARY)  # the last is also mounted by itself
+        rules = {"readable": system, "devices": namespaces.DEVICES, "execute": True, "listable": ["/"]}
+        self.for_as_agent = landlock.make_ruleset(writable=["/app", TEMPORARY], **rules)
+        landlock.restrict_self(landlock.make_ruleset(writable=writable, **rules))
 
     def _enter_ruleset(self) -> None:
         """Do nothing: the worker has entered it."""
+
+
+def _without_tests(system: Iterable[str]) -> int:
+    """Return a mount namespace in which /tmp is TEMPORARY, and the box's other folders but /app are empty."""
+    here = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    namespaces.unshare(namespaces.CLONE_NEWNS)
+    with _kept(system):
+        for folder in FOLDERS:
+            if folder not in ("/app", "/tmp"):
+                namespaces.mount("tmpfs", folder, "tmpfs", namespaces.MS_RDONLY, "size=4k,nr_inodes=1,mode=555")
+        namespaces.mount(TEMPORARY, "/tmp", None, namespaces.MS_BIND)
+    there = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    namespaces.check(namespaces.libc.setns(here, namespaces.CLONE_NEWNS), "setns")
+    os.close(here)
+    return there
+
+
+@contextlib.contextmanager
+def _kept(system: Iterable[str]) -> Iterator[None]:
+    """Show again what the block covers of the system's files: the interpreter can be below a folder of the box."""
+    covered = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in system if is_inside(path, FOLDERS)}
+    yield
+    for path, fd in covered.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        namespaces.bind(f"/proc/self/fd/{fd}", path)
+        os.close(fd)

@@ -79,10 +79,10 @@ def enter_root(root: str, layout: Layout = PROGRAMS) -> None:
             if not os.path.lexists(inside):
                 os.symlink(os.readlink(path), inside)
         elif not os.path.ismount(inside):
-            _bind(path, inside)
+            bind(path, inside)
     for path in DEVICES:
         os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
-        _bind(path, root + path)
+        bind(path, root + path)
     for path in (*layout.folders, *map(os.path.dirname, layout.files), "/proc"):
         os.makedirs(root + path, 0o755, exist_ok=True)
     for path, content in layout.files.items():
@@ -171,7 +171,8 @@ def _map_ids(uids: str, gids: str) -> None:
             file.write(content)
 
 
-def _bind(source: str, target: str) -> None:
+def bind(source: str, target: str) -> None:
+    """Show a file or folder of the machine at `target`, which is made, but not for a file the folder above it."""
     with contextlib.suppress(FileExistsError):
         if os.path.isdir(source):
             os.makedirs(target, 0o755)

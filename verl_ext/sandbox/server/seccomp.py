@@ -74,11 +74,10 @@ EXTENDED_ATTRIBUTES = {
     **{"lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466},
 }
 DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
-# A program in a box may also lock files, which SQLite needs: the box's worker counts the locks (box_watch.py). Of
-# landlock it may only put itself under the one ruleset that its worker hands out (notify.py): rules of its own would be
-# memory that nothing counts. Not epoll, for that reason: Python has poll() instead. Not statfs, which would show how
-# full the machine's disks are.
-ALLOWED_IN_BOX = {"flock": 73, "landlock_create_ruleset": 444, "landlock_restrict_self": 446}
+# A program in a box may also lock files, which SQLite needs: the box's worker counts the locks (box.py). Not epoll,
+# since Python has poll() instead; not statfs, which would show how full the machine's disks are; not landlock, whose
+# rules nothing counts, except for the one call by which as-agent asks the worker (agent_runs.py).
+ALLOWED_IN_BOX = {"flock": 73, "landlock_create_ruleset": 444}
 LOCKS = {"F_GETLK": 5, "F_SETLK": 6, "F_SETLKW": 7, "F_OFD_GETLK": 36, "F_OFD_SETLK": 37, "F_OFD_SETLKW": 38}
 CREATE_RULESET, OF_AS_AGENT = 444, 0x61676E74  # its flags when as-agent calls it; the kernel knows no such flags
 FALLOCATE = 285

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sandbox.boxes import need_boxes
 from tests.unit.sandbox.hostile.attacks import ISOLATION, HostileServer
+from tests.unit.sandbox.hostile.box_attacks import BoxServer
 from tests.unit.sandbox.server_process import SECRET
 
 
@@ -47,3 +49,18 @@ def host_file(tmp_path) -> Path:
     path.write_text(SECRET)
     path.chmod(0o666)
     return path
+
+
+@pytest.fixture(scope="package")
+def started_boxes() -> Iterator[BoxServer]:
+    server = BoxServer("--isolation", ISOLATION, "--preload", "")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def boxes(started_boxes: BoxServer) -> Iterator[BoxServer]:
+    """A server whose boxes are attacked; skipped if the machine cannot isolate them."""
+    need_boxes(started_boxes.url)
+    yield started_boxes
+    started_boxes.check()
