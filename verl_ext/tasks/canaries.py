@@ -15,10 +15,11 @@ PLAIN = "\n\ndef {name}():\n    values = sorted([2, 3, 1])\n    assert values ==
 
 
 def with_canaries(source: str, rng: random.Random, count: int) -> tuple[str, list[str]]:
-    """Return a test module with up to `count` copies of its tests and one further test that must fail, and their names.
+    """Return a test module with copies of its tests and one further test that must fail, and their names.
 
     Args:
         source: Python.
+        count: of copies, if there are so many tests; more if more classes have tests, as there is one of each class.
     Returns:
         The module, and names such as "test_slug_more" or "TestSlug::test_empty_more".
     Raises:
@@ -30,7 +31,9 @@ def with_canaries(source: str, rng: random.Random, count: int) -> tuple[str, lis
     tests = list(_tests(ast.parse(source)))
     taken = {test.name for _, test in tests}
     copies = [(owner, test, copy) for owner, test in tests if (copy := _altered(test, lines, rng))]
-    names, chosen = [], rng.sample(copies, min(count, len(copies)))
+    rng.shuffle(copies)
+    firsts = list({owner: (owner, *rest) for owner, *rest in copies}.values())  # unittest's asserts are others
+    names, chosen = [], firsts + [each for each in copies if each not in firsts][: max(0, count - len(firsts))]
     for owner, test, copy in sorted(chosen, key=lambda each: -each[1].end_lineno):  # so that line numbers stay right
         name = _new_name(test.name, taken, rng)
         head = copy.index(f"def {test.name}")

@@ -1,5 +1,6 @@
 """What of an agent's repository goes to the scoring box: the sources that it changed, and nothing that sways tests."""
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -38,6 +39,11 @@ class Crossed(NamedTuple):
     files: Tree
     deleted: list[str]
     left_out: list[str]  # with the reason
+
+    def entries(self) -> dict[str, archive.Entry]:
+        """Return the files of a scoring box, relative to its root, as run_tests.py reads them."""
+        files = {f"app/{path}": archive.File(*each) for path, each in self.files.items()}
+        return files | {"home/agent/deleted.json": archive.File(json.dumps(self.deleted).encode())}
 
 
 def crossing(base: Tree, agents: Mapping[str, archive.Entry]) -> Crossed:

@@ -22,9 +22,12 @@ class GitError(ValueError):
     """Git refused: the message is what it said."""
 
 
-def git(*arguments: str, cwd: Path | str, given: bytes | None = None) -> bytes:
+def git(*arguments: str, cwd: Path | str, given: bytes | None = None, date: str = DATE) -> bytes:
     """Return what git prints.
 
+    Args:
+        given: its stdin.
+        date: of a commit that it makes.
     Raises:
         GitError: it ended with another exit code than 0.
     """
@@ -39,7 +42,7 @@ def git(*arguments: str, cwd: Path | str, given: bytes | None = None) -> bytes:
         "GIT_OPTIONAL_LOCKS": "0",
     }
     for who in ("AUTHOR", "COMMITTER"):
-        environment |= {f"GIT_{who}_NAME": PERSON[0], f"GIT_{who}_EMAIL": PERSON[1], f"GIT_{who}_DATE": DATE}
+        environment |= {f"GIT_{who}_NAME": PERSON[0], f"GIT_{who}_EMAIL": PERSON[1], f"GIT_{who}_DATE": date}
     settings = ["safe.directory=*", f"core.hooksPath={os.devnull}", "core.autocrlf=false", "core.quotePath=false"]
     settings += ["gc.auto=0", "pack.threads=1", "core.logAllRefUpdates=false"]
     command = ["git", *(part for each in settings for part in ("-c", each)), *arguments]
@@ -97,7 +100,7 @@ def apply(tree: Tree, patch: str) -> Tree:
     if not patch.strip():
         return dict(tree)
     with tempfile.TemporaryDirectory() as folder:
-        _write(tree, Path(folder))
+        write_files(tree, Path(folder))
         git("apply", "--whitespace=nowarn", "-", cwd=folder, given=patch.encode("utf-8", "surrogateescape"))
         return files_of(Path(folder))
 
@@ -108,7 +111,7 @@ def without_history(tree: Tree, message: str = "Start") -> Tree:
     No tag, remote, reflog, hook or further object. The index has no times, so that git looks at each file anew.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _write(tree, Path(folder))
+        write_files(tree, Path(folder))
         git("init", "--quiet", "--template=", "--initial-branch=main", cwd=folder)
         git("add", "--all", "--force", cwd=folder)
         git("commit", "--quiet", "--allow-empty", "--no-verify", f"--message={message}", cwd=folder)
@@ -133,10 +136,10 @@ def blob_id(content: bytes) -> str:
 
 def own_lines(patch: str, tree: Tree) -> set[bytes]:
     """Return the lines that a patch adds and the tree has nowhere, without those of a few characters."""
-    known = {line.strip() for content, _ in tree.values() for line in content.splitlines()}
+    known = b"\n".join(content for content, _ in tree.values())
     added = (line[1:] for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++ "))
     lines = {line.strip().encode("utf-8", "surrogateescape") for line in added}
-    return {line for line in lines if len(line) >= DISTINCT} - known
+    return {line for line in lines if len(line) >= DISTINCT and line not in known}
 
 
 def remains_of(repository: Tree, base: Tree, fixes: Iterable[str]) -> list[str]:
@@ -156,7 +159,7 @@ def remains_of(repository: Tree, base: Tree, fixes: Iterable[str]) -> list[str]:
         lines |= own_lines(fix, base)
         blobs |= {blob_id(content) for content, _ in apply(base, fix).values()} - known
     with tempfile.TemporaryDirectory() as folder:
-        _write(repository, Path(folder))
+        write_files(repository, Path(folder))
         listed = git("cat-file", "--batch-all-objects", "--batch-check", cwd=folder).decode().splitlines()
         kinds = dict(line.split()[:2] for line in listed)
         contents = git("cat-file", "--batch-all-objects", "--batch", cwd=folder)
@@ -179,7 +182,8 @@ def _folders(tree: Mapping[str, object]) -> set[str]:
     return {str(parent) for path in tree for parent in (Path(path), *Path(path).parents)}
 
 
-def _write(tree: Tree, folder: Path) -> None:
+def write_files(tree: Tree, folder: Path) -> None:
+    """Write the files below a folder."""
     for path, (content, mode) in tree.items():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,9 @@ def total(values):
     return sum(values)
 """
 NEW = OLD.replace('text.lower().replace(" ", "-")', '"-".join(text.lower().split())')
-OLD_TESTS = """from words import slug, total
+OLD_TESTS = """import unittest
+
+from words import slug, total
 
 
 def test_plain():
@@ -22,7 +24,19 @@ def test_plain():
 def test_total():
     assert total([1, 2]) == 3
 """
-NEW_TESTS = OLD_TESTS + '\n\ndef test_spaces():\n    assert slug("A  b ") == "a-b"\n'
+NEW_TESTS = (
+    OLD_TESTS
+    + """
+
+def test_spaces():
+    assert slug("A  b ") == "a-b"
+
+
+class TestSlug(unittest.TestCase):
+    def test_tabs(self):
+        self.assertEqual(slug("a\\tb"), "a-b")
+"""
+)
 BEGIN = {
     "words/__init__.py": OLD,
     "tests/test_words.py": OLD_TESTS,

@@ -77,10 +77,10 @@ def test_each_copy_fails_and_each_test_says_what_it_said(seed):
     assert set(names) == after.keys() - before.keys()
 
 
-def test_copies_are_as_many_as_asked_and_chosen_by_the_seed():
-    sources = {with_canaries(SOURCE, random.Random(seed), 2)[0] for seed in range(20)}
-    assert len(sources) > 5
-    assert len(with_canaries(SOURCE, random.Random(0), 2)[1]) == 3
+def test_copies_are_as_many_as_asked_chosen_by_the_seed_and_of_functions_and_classes():
+    made = [with_canaries(SOURCE, random.Random(seed), 2) for seed in range(20)]
+    assert len({source for source, _ in made}) > 5
+    assert all(len(names) == 3 and sum("::" in name for name in names) == 1 for _, names in made)
 
 
 def test_code_that_is_equal_to_everything_passes_copies():
