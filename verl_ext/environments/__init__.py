@@ -6,7 +6,7 @@ verl's interface. `tool_errors.py` is for authors of tools, and `threads.py` run
 interface, `by_name.py` makes environments by their names, which stand below: `search.py` looks up a local `corpus.py`,
 `math_tools.py` runs `math_program.py` in the sandbox, `user.py` lets a language model play the user, `mcp_tools.py` has
 the tools of a server that `mcp_connection.py` starts, and `terminal.py` works in a box of the sandbox, whose files
-`edit_program.py` edits.
+`edit_program.py` edits. `repository.py` derives from it.
 `skyrl_gym.py` and `openenv.py` adapt environments of other projects, whose rewards `rewards.py` turns into scores.
 In: a call. Out: text for the model, or an infrastructure failure.
 """
@@ -15,6 +15,7 @@ BUILT_IN: dict[str, str] = {
     "math_tools": "verl_ext.environments.math_tools:MathTools",
     "mcp": "verl_ext.environments.mcp_tools:Mcp",
     "openenv": "verl_ext.environments.openenv:OpenEnv",
+    "repository": "verl_ext.environments.repository:Repository",
     "search": "verl_ext.environments.search:Search",
     "skyrl_gym": "verl_ext.environments.skyrl_gym:SkyRlGym",
     "terminal": "verl_ext.environments.terminal:Terminal",
