@@ -96,3 +96,28 @@ def test_filter_lets_no_program_take_space_of_a_disk_at_once():
     """With EOPNOTSUPP, libc writes zeros instead, up to the limits of a file and of the disk."""
     for mode in (0, 1, 3, 0x10):
         assert evaluate(seccomp.assemble(allow_subprocess=False, on_disk=True), 285, 3, mode) == EOPNOTSUPP
+
+
+@needs_x86_64
+@pytest.mark.parametrize(
+    ("call", "program", "in_box", "why"),
+    [
+        ((73, 3, 2), EPERM, ALLOWED, "flock"),
+        *(((72, 3, number), EPERM, ALLOWED, f"fcntl {number}, of locks") for number in (5, 6, 7, 36, 37, 38)),
+        ((72, 3, 1024), EPERM, EPERM, "F_SETLEASE"),
+        ((72, 3, 1031), EPERM, EPERM, "F_SETPIPE_SZ"),
+        ((444, 0, 0, 0x61676E74), EPERM, ALLOWED, "the call by which as-agent asks"),
+        ((444, 0, 0, 0), EPERM, EPERM, "landlock_create_ruleset"),
+        ((444, 0, 0, 1), EPERM, EPERM, "its version"),
+        ((445, 3, 1), EPERM, EPERM, "landlock_add_rule"),
+        ((446, 3, 0), EPERM, EPERM, "landlock_restrict_self"),
+        ((317, 1, 8), EPERM, EPERM, "seccomp"),
+        ((157, 22, 2), EPERM, EPERM, "prctl(PR_SET_SECCOMP)"),
+        ((291, 0), EPERM, EPERM, "epoll_create1"),
+        ((137, 0), EPERM, EPERM, "statfs"),
+        ((308, 3, 0), EPERM, EPERM, "setns"),
+    ],
+)
+def test_filter_of_a_box_allows_locks_and_one_call_more(call, program, in_box, why):
+    assert evaluate(seccomp.assemble(allow_subprocess=True), *call) == program, why
+    assert evaluate(seccomp.assemble(allow_subprocess=True, in_box=True), *call) == in_box, why
