@@ -5,9 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.sandbox.boxes import need_boxes
 from verl_ext.doctor import domains
 from verl_ext.doctor.finding import Level
+from verl_ext.sandbox import running_server
 from verl_ext.settings import REPO
+from verl_ext.tasks import archive, task
+from verl_ext.tasks.task import BoxTask
 
 WORLD = """
 from verl_ext.environments.base import Environment, Opening
@@ -39,7 +43,7 @@ def row(source, truth, question="1+1?", **extra):
 
 @pytest.fixture
 def look(make_run, tokenizer, tmp_path):
-    def run(rows, table=None, check=domains.check_domains):
+    def run(rows, table=None, check=domains.check_domains, url=None):
         file = tmp_path / "train.parquet"
         pq.write_table(pa.Table.from_pylist(rows), file)
         (tmp_path / "world.py").write_text(WORLD)
@@ -47,6 +51,8 @@ def look(make_run, tokenizer, tmp_path):
         run.folder = REPO  # where the file of agent loops is
         OmegaConf.set_struct(run.config, False)
         run.config.retool.domains = table or {}
+        if url:
+            run.config.retool.sandbox.urls = [url]
         arguments = (run, tokenizer) if check is domains.check_domains else (run,)
         return [*check(*arguments)]
 
@@ -77,6 +83,31 @@ def test_a_right_answer_that_scores_nothing_is_a_warning_and_a_broken_row_a_fail
     assert scores.level == Level.WARN and "the right answer scores 0.0, expected 1" in scores.message
     (_, scores) = look([row("a", "not a letter")], {"a": {"verifier": "multiple_choice"}})
     assert scores.level == Level.FAIL and "expected one letter" in scores.message
+
+
+def test_tasks_of_a_mixed_run_are_solved_in_boxes(look):
+    """Their solutions pass, and one whose tests pass without it is named."""
+    tests = {"good": 'test "$(cat /app/n)" = 1', "bad": "true"}
+    tasks = [
+        BoxTask(
+            name,
+            f"Write 1 to /app/n. ({name})",
+            tests=archive.pack({"tests/test.sh": test}),
+            solution=archive.pack({"solution/solve.sh": "echo 1 > /app/n"}),
+            **{"verifier_s": 20, "memory_mb": 128, "disk_mb": 8},
+        )
+        for name, test in tests.items()
+    ]
+    rows = [task.row(each) for each in tasks]
+    table = {"terminal": {"environment": "terminal", "protocol": "hermes"}, "sums": {}}
+    with running_server(workers=2, options=("--preload", "")) as url:
+        need_boxes(url)
+        first, scores, *of_sums = look([rows[0], row("sums", "2")], table, url=url)
+        assert first.level == scores.level == Level.OK and "Write 1 to /app/n. (good)" in first.message
+        assert "domain terminal: the right answers of 1 rows score 1, empty ones less" in scores.message
+        assert [each.level for each in of_sums] == [Level.OK] * 2
+        (_, scores, *_) = look([*rows, row("sums", "2")], table, url=url)
+        assert scores.level == Level.WARN and "the untouched state scores 1.0, expected below 1" in scores.message
 
 
 def test_gold_calls_of_another_form_are_named(look, tmp_path):
