@@ -61,6 +61,7 @@ class Terminal(Environment):
         self.tests_said = ""
         self._box: Box | None = None
         self._left_s = 0.0  # of `agent_s`
+        self._is_submitted = False
         self._void = ""  # why there is nothing to test, by the doing of the model's programs
         self._ended: tuple[dict[str, Entry], str] | None = None  # what crosses over, and a note on what does not
 
@@ -129,7 +130,8 @@ class Terminal(Environment):
     @tool
     async def submit(self) -> CallResult:
         """End the task. Tests check the result."""
-        return CallResult("submitted", ends=RolloutEnd.ANSWER)
+        self._is_submitted = True
+        return CallResult("submitted", ends=self._end())
 
     async def score(self, episode: Episode) -> Score:
         """Seal the box, and score what goes over; see `Environment.score`."""
@@ -177,7 +179,7 @@ class Terminal(Environment):
         """Run a command for the model, for as long as `agent_s` of all its commands allows."""
         if "\0" in command or not command.isascii() and command.encode(errors="replace").decode() != command:
             raise ToolError("a command has neither null characters nor lone surrogates")
-        if self._end():  # by another call of this turn
+        if self._end():  # by an earlier call of this turn
             return CallResult("not run", ends=self._end())
         limit_s = min(timeout_s, self._left_s)
         result = await self._box.run(command, timeout_s=limit_s, stdin=stdin)
@@ -202,7 +204,9 @@ class Terminal(Environment):
         )
 
     def _end(self) -> RolloutEnd | None:
-        return RolloutEnd.ANSWER if self._void else RolloutEnd.TIMEOUT if self._left_s <= 0 else None
+        if self._is_submitted or self._void:
+            return RolloutEnd.ANSWER
+        return RolloutEnd.TIMEOUT if self._left_s <= 0 else None
 
     async def _seal(self) -> tuple[dict[str, Entry], str]:
         """End the model's box, and return what goes over to the scoring box, and a note on what does not; or set

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_ext.tasks import archive
 from verl_ext.tasks.archive import Entry, File, Folder
-from verl_ext.tasks.task import WRITABLE, BoxTask, check_files, is_below
+from verl_ext.tasks.task import MOST_VERIFIER_S, WRITABLE, BoxTask, check_files, is_below
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 # Images whose tools a machine that runs this package has, or whose lack the gold solution shows.
@@ -141,7 +141,7 @@ def _task(folder: Path, config: Mapping[str, Any], instruction: str) -> BoxTask:
         solution=archive.pack(solution) if solution else b"",
         agent_s=agent.get("timeout_sec") or BoxTask.agent_s,
         command_s=ours.get("command_s", BoxTask.command_s),
-        verifier_s=verifier.get("timeout_sec") or BoxTask.verifier_s,
+        verifier_s=min(verifier.get("timeout_sec") or BoxTask.verifier_s, MOST_VERIFIER_S),
         memory_mb=min(_megabytes(environment, "memory", BoxTask.memory_mb), MOST_MEMORY_MB),
         disk_mb=min(_megabytes(environment, "storage", BoxTask.disk_mb), MOST_DISK_MB),
         kind=str(metadata.get("category") or ""),

@@ -17,6 +17,7 @@ SOURCE = "terminal"  # `data_source` of rows if nothing else is said
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
 WRITABLE = ("/app", "/home/agent", "/tmp")  # where a task's image and artifacts may be
 REWARD_FILES = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")  # of "reward_file", as in Harbor
+MOST_VERIFIER_S = 300.0
 _ARCHIVES = {"image": WRITABLE, "tests": (TESTS,), "solution": (SOLUTION,)}  # and where their files go
 
 
@@ -37,7 +38,8 @@ class BoxTask:
         solution: tar.gz of `solution/...`; `bash /solution/solve.sh` in a model's box solves the task. b"" without one.
         agent_s: seconds that all commands of the model may run together.
         command_s: seconds that one of them may run.
-        verifier_s: seconds that `command` may run.
+        verifier_s: seconds that `command` may run, at most MOST_VERIFIER_S: what a model makes slow must end, and score
+            0, before its scoring counts as failed by the infrastructure (rollout/lives.py).
         memory_mb: of all processes of a box together.
         disk_mb: of all files that a box may hold besides the system's.
         kind, difficulty: for tables.
@@ -70,6 +72,8 @@ class BoxTask:
         for key in ("agent_s", "command_s", "verifier_s", "memory_mb", "disk_mb"):
             if not isinstance(number := getattr(self, key), int | float) or not 0 < number < float("inf"):
                 raise ValueError(f"{where}: {key} is {number!r}; expected a number above 0.")
+        if self.verifier_s > MOST_VERIFIER_S:
+            raise ValueError(f"{where}: verifier_s is {self.verifier_s:g}; at most {MOST_VERIFIER_S:g} are allowed.")
         if self.result not in ("exit_code", "reward_file"):
             raise ValueError(f"{where}: result is {self.result!r}; expected exit_code or reward_file.")
         for path in (*self.artifacts, self.workdir):

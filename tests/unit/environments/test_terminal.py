@@ -1,6 +1,7 @@
 """Episodes of `terminal` in the real agent loop and real boxes, played by a scripted model."""
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from tests.unit.sandbox.boxes import need_boxes
 from tests.unit.sandbox.server_process import Server
 from verl_ext.environments.terminal import Terminal, reward_of
 from verl_ext.episode import MAX_EVIDENCE
+from verl_ext.records.trajectories import to_record
 from verl_ext.rollout import lives
 from verl_ext.sandbox.client import SandboxClient
 from verl_ext.settings.objects import load_object
@@ -141,6 +143,13 @@ def test_a_task_is_solved_and_scored_and_can_be_scored_again(play, server):
     assert again(server, episode.score.evidence).acc == 1.0
     assert again(server, archive.pack({"app/count.txt": "2\n"})).acc == 0.0
     assert boxes(server) == 0
+    assert base64.b64decode(to_record(episode)["evidence"]) == episode.score.evidence
+
+
+def test_what_a_turn_calls_after_submit_is_not_run(play):
+    episode, _ = play([SOLVE, SUBMIT, *bash("rm count.txt")])
+    assert (episode.finish_reason, episode.score.acc) == ("answer", 1.0)
+    assert [call.result.output for call in episode.turns[0].calls][1:] == ["submitted", "not run"]
 
 
 def test_a_turn_without_a_call_ends_it_and_nothing_done_is_nothing_right(play):

@@ -97,6 +97,13 @@ def test_without_a_separate_verifier_the_tests_see_the_working_directory_too(fol
     assert harbor.read(folder).artifacts == ("/app/work", "/app/out.txt", "/home/agent/notes")
 
 
+def test_limits_above_those_of_a_box_are_lowered(folder):
+    changed(folder, "timeout_sec = 90.0", "timeout_sec = 3600.0")
+    changed(folder, '"2G"', '"1T"')
+    found = harbor.read(folder)
+    assert (found.verifier_s, found.memory_mb) == (300.0, harbor.MOST_MEMORY_MB)
+
+
 def changed(folder: Path, old: str, new: str, file: str = "task.toml") -> None:
     text = (folder / file).read_text()
     assert old in text

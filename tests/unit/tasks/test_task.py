@@ -42,6 +42,7 @@ def test_the_prompt_of_a_row_has_neither_tests_nor_solution() -> None:
         ({"workdir": "/"}, "at or below /app"),
         ({"result": "stdout"}, "exit_code or reward_file"),
         ({"verifier_s": 0}, "above 0"),
+        ({"verifier_s": 301}, "at most 300 are allowed"),
         ({"name": " "}, "expected a text"),
         ({"image": "no base64"}, "extra_info.task is no task"),
         ({"colour": "red"}, "unknown key 'colour'"),
