@@ -5,13 +5,15 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.sandbox.boxes import need_boxes
-from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.server_process import Server, wait_until
 from verl_ext.environments.terminal import Terminal, reward_of
 from verl_ext.episode import MAX_EVIDENCE
 from verl_ext.records.trajectories import to_record
@@ -314,11 +316,29 @@ def test_a_server_that_is_killed_while_it_scores_is_not_the_models_fault(cut):
     assert episode.score.method.startswith("environment: ")
 
 
-def test_another_server_scores_what_a_dead_one_was_scoring(cut, server):
-    """The tests run when their server dies; the artifacts, which were sealed before, are scored elsewhere."""
-    dying = Server("--preload", "")
+def runs_tests(server: Server) -> bool:
+    with suppress(psutil.NoSuchProcess):  # one that has just ended
+        return any(each.name() == "sleep" for each in server.descendants())
+    return False
+
+
+def test_another_server_scores_what_a_dead_one_was_scoring(cut):
+    """The server in which the tests run dies; the artifacts, which were sealed before, are scored by the other one."""
+    servers, killed = [Server("--preload", "") for _ in range(2)], []
+
+    def kill_the_one_that_scores() -> None:
+        wait_until(lambda: any(map(runs_tests, servers)), timeout_s=20)
+        (scores,) = [each for each in servers if runs_tests(each)]
+        killed.append(scores)
+        scores.process.kill()
+
     slow = altered(tests=archive.pack({"tests/test.sh": f"sleep 3\n{TEST}"}))
-    sandbox = {"urls": [dying.url, server.url], "queue_timeout_s": 20}
-    episode = cut(threading.Timer(1.5, dying.process.kill).start, [SOLVE], DONE, of=slow, sandbox=sandbox)
-    dying.process.wait()
+    sandbox = {"urls": [each.url for each in servers], "queue_timeout_s": 20}
+    try:
+        then = threading.Thread(target=kill_the_one_that_scores).start
+        episode = cut(then, [SOLVE], DONE, of=slow, sandbox=sandbox)
+    finally:
+        for each in servers:
+            each.stop()
+    assert len(killed) == 1
     assert (episode.score.acc, episode.score.method) == (1.0, "tests: exit code 0")
