@@ -6,14 +6,19 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.sandbox.boxes import need_boxes, opened, packed, unpacked
-from verl_ext.sandbox import Box, BoxUnavailable, SandboxClient, running_server
+from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.server_process import Server
+from verl_ext.sandbox import Box, BoxUnavailable, SandboxClient
 
 
-@pytest.fixture(scope="module")
-def url():
-    with running_server(workers=2, options=("--preload", "", "--max-boxes", "3")) as url:
-        need_boxes(url)
-        yield url
+@pytest.fixture(scope="module", params=machines("all layers", "ordinary user"))
+def url(request):
+    server = Server("--preload", "", "--max-boxes", "3", launcher=MACHINES[request.param])
+    try:
+        need_boxes(server.url)
+        yield server.url
+    finally:
+        server.stop()
 
 
 @pytest.fixture

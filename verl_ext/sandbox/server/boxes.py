@@ -22,7 +22,14 @@ class BoxRefusedError(Exception):
 
 
 class LostBoxError(Exception):
-    """The box was lost with its worker, while a control program ran well: by what its own processes did."""
+    """The box was lost with its worker, while a control program ran well: by what its own processes did.
+
+    `timed_out`: the worker did not answer at the time limit.
+    """
+
+    def __init__(self, message: str, timed_out: bool) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 @dataclass
@@ -132,7 +139,7 @@ class Boxes(Sessions):
             answer = await within(time_s + WORKER_GRACE_S, worker.ask(request, archive))
         except TimeoutError as exc:
             self._discard(box)
-            raise await self._blame("its worker did not answer at the time limit") from exc
+            raise await self._blame("its worker did not answer at the time limit", timed_out=True) from exc
         except WorkerFailedError as exc:
             self._close(box)
             if exc.by_program:
@@ -149,11 +156,11 @@ class Boxes(Sessions):
             raise
         return answer
 
-    async def _blame(self, message: str) -> Exception:
+    async def _blame(self, message: str, *, timed_out: bool = False) -> Exception:
         """Return the error for a box that was lost: its own doing, unless nothing else works either."""
         if why := await self.pool.control():
             return SandboxError(f"a box was lost: {message}; a control program failed, too: {why}")
-        return LostBoxError(message)
+        return LostBoxError(message, timed_out)
 
     def _discard(self, box: Box) -> Any:
         worker, box.worker = box.worker, None
@@ -168,11 +175,10 @@ class Boxes(Sessions):
 
 
 def _lost(exc: LostBoxError, run_timeout: float) -> dict[str, Any]:
-    timed_out = "time limit" in str(exc)
     return {
-        "status": "TimeLimitExceeded" if timed_out else "Finished",
-        "return_code": None if timed_out else -signal.SIGKILL,
-        "execution_time": run_timeout if timed_out else 0.0,
+        "status": "TimeLimitExceeded" if exc.timed_out else "Finished",
+        "return_code": None if exc.timed_out else -signal.SIGKILL,
+        "execution_time": run_timeout if exc.timed_out else 0.0,
         "stdout": [0, 0],
         "stderr": [0, 0],
         "spent": False,

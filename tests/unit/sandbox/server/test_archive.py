@@ -69,10 +69,10 @@ def test_what_leads_out_or_is_no_file_is_refused(root, files, why):
     assert not (root / "tests/test.sh").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", packed({"app/a": b"x" * 9999})[:-50]])
-def test_what_is_no_archive_is_refused(root, content):
-    with pytest.raises(ArchiveError, match=r"tar\.gz"):
-        unpack(io.BytesIO(content), str(root), FOLDERS)
+def test_what_is_no_archive_is_refused(root):
+    for content in (b"", b"no archive", packed({"app/a": b"x" * 9999})[:-50]):
+        with pytest.raises(ArchiveError, match=r"tar\.gz"):
+            unpack(io.BytesIO(content), str(root), FOLDERS)
 
 
 @pytest.mark.parametrize(
