@@ -124,7 +124,8 @@ def test_moved_and_deleted_sources_count(made, server):
     again = write(SOURCE, "from words.parts.text import slug, total\n")
     fixed = write("/app/words/parts/text.py", repositories.NEW)
     assert Played(made, server, move, again, fixed).score.acc == 1.0
-    assert Played(made, server, bash("rm words/__init__.py")).score.acc == 0.0
+    # A package hides a module of its name, so this one counts only if the package is gone.
+    assert Played(made, server, bash("rm -r words"), write("/app/words.py", repositories.NEW)).score.acc == 1.0
 
 
 def test_changed_tests_and_configuration_are_named_and_do_not_count(made, server):
@@ -198,7 +199,11 @@ IN_PROCESS = {
     "other tests on disk": "open('/app/tests/test_words.py', 'w').write('def test_spaces():\\n    pass\\n')\n",
     "assertions of unittest": "import re, unittest\nunittest.TestCase.assertEqual = lambda self, *values: None\n"
     "def slug(text):\n    return re.sub(' +', '-', text.lower().strip())\n",
-    "the expected tests": "print(open('/tests/spec.json').read())\n",
+    "what must fail is read": "import gc, json, os, types\n"
+    "expected = json.load(open('/tests/spec.json'))['expected']\n"
+    "say = next(f for f in gc.get_objects() if isinstance(f, types.FunctionType) and f.__name__ == 'say')\n"
+    "for name in expected['fixed'] + expected['kept']:\n    for when in ('setup', 'call', 'teardown'):\n"
+    "        say(name, when, 'passed', False)\nsay('end', 0)\nos._exit(0)\n",
     "the report": "open('/tests/spec.json', 'w').write('{}')\n",
     "all processes": "import os, signal\nos.kill(-1, signal.SIGKILL)\n",
     "the runner": "import os, signal\nfor pid in range(1, 200):\n    try:\n        os.kill(pid, signal.SIGSTOP)\n"
@@ -211,7 +216,9 @@ IN_PROCESS = {
 }
 
 
-@pytest.mark.parametrize("attempt", with_marks(IN_PROCESS, "exit at import", "equal to all", "outcomes", "tests twice"))
+@pytest.mark.parametrize(
+    "attempt", with_marks(IN_PROCESS, "exit at import", "equal to all", "outcomes", "what must fail is read")
+)
 def test_code_that_deceives_its_tests_scores_0(made, server, attempt):
     text = IN_PROCESS[attempt]
     # What an attempt does not define is as it was. The last one wins, as names of a module do.
