@@ -91,6 +91,8 @@ class Repository(Terminal):
             return super().verdict(result, files)
         try:
             said = json.loads(result.stdout.strip().splitlines()[-1])
+            if "broken" in said:  # before anything of the agent ran
+                raise ToolUnavailable(f"the tests of {self.task.name} could not begin: {said['broken']}")
             counts = [f"{said[key][0]} of {said[key][1]} {key}" for key in ("fixed", "kept")]
             unmet = [name for key in ("fixed", "kept") for name in said["unmet"][key]]
             faults = list(said["faults"])

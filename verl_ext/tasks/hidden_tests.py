@@ -115,14 +115,22 @@ class Measured(NamedTuple):
     faults: list[str]
 
 
+class CannotRun(RuntimeError):
+    """The sandbox cannot run tests: the message says why."""
+
+
 def measured(stdout: str) -> Measured:
     """Read what the program of an archive without `expected` printed.
 
     Raises:
+        CannotRun: see there.
         ValueError: it did not end.
     """
     try:
-        packed = json.loads(stdout.strip().splitlines()[-1])["measured"]
+        said = json.loads(stdout.strip().splitlines()[-1])
+        if "broken" in said:
+            raise CannotRun(said["broken"])
+        packed = said["measured"]
         return Measured(**json.loads(zlib.decompress(base64.b64decode(packed))))
     except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(f"the run of the tests did not end: {stdout[-300:]!r}") from error

@@ -8,10 +8,11 @@ imports the code of the agent. The code can do there what it likes; it is held t
   that it ended. What is missing has not passed.
 - Tests that must fail (canaries.py) fail, and the test files are as they were.
 
-It exits with 0 if all is as /tests/spec.json expects, and prints what is not, as JSON. With an empty `expected` it
-prints each test's outcome.
+It exits with 0 if all is as /tests/spec.json expects, and prints what is not, as JSON; if nothing can run, why. With an
+empty `expected` it prints each test's outcome.
 """
 
+import importlib.util
 import json
 import os
 import secrets
@@ -59,6 +60,9 @@ leave(0)
 def main() -> None:
     if Path(__file__) != TESTS / "run.py":
         sys.exit("run_tests.py empties /app and kills all processes: it runs in a box only, as /tests/run.py.")
+    if broken := why_it_cannot():  # nothing of the agent has run yet
+        print(json.dumps({"broken": broken}))
+        sys.exit(3)
     spec = json.loads((TESTS / "spec.json").read_text())
     pristine = put_together(spec)
     protected = {path: (TESTS / "files" / path).read_bytes() for path in spec["tests"]}
@@ -78,6 +82,14 @@ def main() -> None:
         print(json.dumps({"measured": packed}))
         return
     sys.exit(judge(spec, outcomes, faults))
+
+
+def why_it_cannot() -> str:
+    """Return why no test can run in this box; "" if they can."""
+    if importlib.util.find_spec("pytest") is None:
+        return f"{sys.executable} has no pytest. Install it in the environment of the sandbox server."
+    done = subprocess.run([*CONFINED, "true"], capture_output=True, text=True)
+    return f"as-agent ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else ""
 
 
 def judge(spec: dict, outcomes: dict[str, str], faults: list[str]) -> int:

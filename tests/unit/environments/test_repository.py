@@ -1,6 +1,7 @@
 """Episodes of `repository` in real boxes: a fix scores 1, and nothing else does, whatever it does to its tests."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from tests.unit.sandbox.boxes import need_boxes
 from tests.unit.sandbox.server_process import Server
 from tests.unit.tasks import repositories
 from verl_ext.environments.repository import Repository
+from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.protocols.base import Call
 from verl_ext.sandbox.client import SandboxClient
-from verl_ext.tasks import git
+from verl_ext.tasks import archive, git
 from verl_ext.tasks.repository import to_row
 
 SOURCE = "/app/words/__init__.py"
@@ -322,6 +324,22 @@ def test_a_package_that_the_sandbox_has_is_refused(made, server):
     row = row | {"extra_info": row["extra_info"] | {"repository": json.dumps(info)}}
     with pytest.raises(ValueError, match="Python has iniconfig installed"):
         Played((row, folder, repo), server)
+
+
+def test_tests_that_cannot_begin_are_no_fault_of_the_agent(made, server, tmp_path):
+    row, folder, repo = made
+    info = json.loads(row["extra_info"]["repository"])
+    for name, _ in info["archives"].values():
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    name, _ = info["archives"]["tests"]
+    files = archive.unpack((folder / name).read_bytes())
+    text = files["tests/run.py"].data.decode()
+    files["tests/run.py"] = archive.File(text.replace('["as-agent"]', '["false"]').encode())
+    (tmp_path / name).write_bytes(archive.pack(files))
+    info["archives"]["tests"] = [name, hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()]
+    row = row | {"extra_info": row["extra_info"] | {"repository": json.dumps(info)}}
+    with pytest.raises(ToolUnavailable, match="could not begin: as-agent ended with 1"):
+        Played((row, tmp_path, repo), server, write(SOURCE, repositories.NEW))
 
 
 def test_archives_that_are_missing_or_others_are_refused(made, server, tmp_path):

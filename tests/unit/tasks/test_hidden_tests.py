@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.tasks import repositories
 from verl_ext.tasks import archive, git
-from verl_ext.tasks.hidden_tests import Measured, archive_of, both_sides, expected_of, hidden_of, measured
+from verl_ext.tasks.hidden_tests import CannotRun, Measured, archive_of, both_sides, expected_of, hidden_of, measured
 from verl_ext.tasks.instance import Instance, instance_of
 
 FILE = "tests/test_words.py"
@@ -116,3 +116,8 @@ def test_an_instance_comes_out_of_its_json(instance):
 def test_a_run_that_did_not_end_says_so():
     with pytest.raises(ValueError, match="did not end"):
         measured("Traceback")
+
+
+def test_a_sandbox_that_cannot_run_tests_is_no_property_of_them():
+    with pytest.raises(CannotRun, match="has no pytest"):
+        measured(json.dumps({"broken": "python3 has no pytest."}))
