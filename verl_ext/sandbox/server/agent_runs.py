@@ -218,6 +218,7 @@ def be_program(runs: AgentRuns, command: Command, ruleset: int) -> NoReturn:
         for kind, limits in command.limits.items():
             resource.setrlimit(kind, limits)
         runs.layers.confine()
+        reset_signals()
         try:
             os.chdir(command.folder if command.folder.startswith(b"/app") else b"/app")
         except OSError:
@@ -232,3 +233,9 @@ def be_program(runs: AgentRuns, command: Command, ruleset: int) -> NoReturn:
         os.write(2, b"as-agent: %b %b: %b\n" % (name, said, str(exc).encode(errors="replace")))
     finally:
         os._exit(code)
+
+
+def reset_signals() -> None:
+    """Have the signals that Python ignores or handles do what a program expects."""
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)

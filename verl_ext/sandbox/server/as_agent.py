@@ -10,6 +10,7 @@ process only asks the box's worker (agent_runs.py), which runs CMD, and waits fo
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ def main() -> int:
         why = os.strerror(ctypes.get_errno()) if len(sys.argv) > 1 else "usage: as-agent CMD ARGS"
         print(f"as-agent: could not be confined: {why}", file=sys.stderr)
         return 125
+    end = fcntl.fcntl(end, fcntl.F_DUPFD, 3)  # a caller may have closed a standard stream
     stopped_by = []
 
     def stop(number: int, _frame: object) -> None:
@@ -32,8 +34,7 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    for fd in range(3):  # whoever reads what CMD prints waits for CMD only
-        os.close(fd)
+    os.closerange(0, 3)  # whoever reads what CMD prints waits for CMD only
     code = os.read(end, 1)
     if stopped_by:
         return 128 + stopped_by[0]

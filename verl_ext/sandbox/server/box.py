@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from . import archive, box_isolation
-from .agent_runs import AgentRuns
+from .agent_runs import AgentRuns, reset_signals
 from .box_isolation import BoxIsolation
 from .isolation import limit
 from .memory import MemoryWatch
@@ -332,8 +332,7 @@ def become_command(worker: BoxWorker, request: dict[str, Any], stdout: int, stde
     """Turn a fresh fork of the worker into bash."""
     try:
         confine(worker, worker.disk_bytes + CHUNK, (worker.memory_limit_MB << 20) + EXTRA_ADDRESS_SPACE)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        reset_signals()
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.dup2(cwd, box_isolation.CWD_FD)

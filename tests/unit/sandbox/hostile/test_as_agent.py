@@ -135,6 +135,16 @@ as-agent cp in /tmp/b; cat /tmp/as-agent/b; echo; as-agent bash -c 'chmod 700 in
     assert result.stdout.splitlines() == lines, result
 
 
+async def test_streams_that_are_closed_or_pipes_reach_the_program_as_they_are(boxes):
+    script = (
+        "as-agent cat <&-; echo $?; as-agent echo out >&-; echo $?; as-agent sh -c 'echo err >&2; exit 3' 2>&-; echo $?"
+    )
+    script += "; (echo a; sleep 0.2; echo b) | as-agent cat | as-agent tac; as-agent yes | head -1; echo done"
+    async with attack(boxes, FILES) as box:
+        result = await box.run(f"timeout 5 bash <<'END'\n{script}\nEND")
+    assert result.stdout.split() == ["0", "0", "3", "b", "a", "y", "done"], result
+
+
 async def test_program_that_cannot_be_confined_does_not_run(boxes):
     """The worker has 32 runs at once."""
     async with attack(boxes, FILES) as box:
