@@ -290,6 +290,29 @@ def test_artifacts_that_no_box_takes_are_the_models_doing_but_a_broken_task_is_o
         play(DONE, of=altered(tests=archive.pack({"/".join(["tests", *"d" * 70]): b""})))
 
 
+ODD = r"""
+import os
+os.mkdir("odd"); os.chdir("odd")
+for name in (b"\xff\xfe", b"a\nb", b" ", b"back\\slash", b"x" * 255, "é".encode(), b"-rf", b"...", b"\x1b[31m"):
+    open(name, "w").close()
+os.symlink("a\nb", "link"); os.symlink("/tests/test.sh", "out"); os.symlink("loop", "loop"); os.link("-rf", "hard")
+os.mkfifo("pipe"); os.mkdir("closed", 0); open("unreadable", "w").close(); os.chmod("unreadable", 0)
+for name in ("sparse1", "sparse2", "sparse3"):
+    os.truncate(os.open(name, os.O_CREAT | os.O_RDWR), 7 << 20)
+"""
+
+
+def test_odd_files_neither_break_the_scoring_nor_reach_out_of_it(play, server):
+    episode, shown = play(bash(f"python3 - <<'END'\n{ODD}END"), [SOLVE], [SUBMIT])
+    assert "Traceback" not in shown, shown
+    assert episode.score.acc == 1.0, episode.score.method
+    assert "; left behind: /app/odd/" in episode.score.method and episode.score.method.isprintable()
+    crossed = archive.unpack(episode.score.evidence)
+    assert not {"app/odd/out", "app/odd/pipe", "app/odd/sparse3"} & crossed.keys()
+    assert {"app/odd/\udcff\udcfe", "app/odd/a\nb", "app/odd/hard", "app/odd/closed"} <= crossed.keys()
+    assert again(server, episode.score.evidence).acc == 1.0
+
+
 def test_a_full_disk_is_the_models_doing(play):
     episode, _ = play(bash("yes | head -c 100M > big; true"), [SOLVE], DONE)
     assert episode.score.verdict == "wrong"
