@@ -33,6 +33,7 @@ class Own(Environment):
 """
 # Settings of the environments that need some.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "repository": {"folder": "."},
     "search": {"corpus": "corpus.jsonl"},
     "mcp": {"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))], "tools": ["look"]},
     "openenv": {"url": "of the server"},
