@@ -113,6 +113,7 @@ class Measured(NamedTuple):
 
     outcomes: dict[str, str]
     faults: list[str]
+    said: str = ""  # the end of what pytest printed for the last module
 
 
 class CannotRun(RuntimeError):
@@ -153,7 +154,8 @@ def expected_of(before: Sequence[Measured], after: Sequence[Measured], hidden: H
     if odd := [fault for run in (*before, *after) for fault in run.faults]:
         return Sorted(None, f"disturbs its tests: {odd[0]}", [])
     if not any(run.outcomes for run in (*before, *after)):
-        return Sorted(None, "pytest runs none of its tests, on no side", [])
+        said = after[0].said.strip().splitlines()[-1:] or ["it says nothing"]
+        return Sorted(None, f"pytest runs none of its tests, on no side: {said[0]}", [])
     is_copy = {name for run in after for name in run.outcomes if _without_parameters(name) in hidden.canaries}
     sides: dict[str, tuple[set[str], set[str]]] = {}
     for name in sorted({name for run in (*before, *after) for name in run.outcomes}):

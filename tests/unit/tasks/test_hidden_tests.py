@@ -90,6 +90,11 @@ def test_a_copy_that_passes_on_a_side_is_none(instance, tests, sides):
     assert passing not in found.expected.canaries + found.expected.kept + found.expected.fixed
 
 
+def test_what_pytest_says_is_told_if_it_runs_nothing(instance, tests):
+    nothing = [Measured({}, [], "line\nusage error: no such option\n")] * 3
+    assert expected_of(nothing, nothing, tests, instance[0]).dropped.endswith("on no side: usage error: no such option")
+
+
 def test_without_copies_that_fail_the_instance_is_dropped(instance, tests):
     after = Measured(run(tests, **NEW).outcomes | dict.fromkeys(tests.canaries, "error"), [])
     found = expected_of([run(tests, **OLD)] * 3, [after] * 3, tests, instance[0])
