@@ -104,7 +104,13 @@ def main() -> None:
         "--held-out", nargs="*", choices=KINDS, default=["sqlite", "schedules"], metavar="KIND",
         help="kinds that only tests have (default: sqlite schedules)",
     )  # fmt: skip
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"only these, of {' '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"only these kinds, held-out ones among them: {' '.join(KINDS)}",
+    )
     parser.add_argument("--easy", action="store_true", help="only tasks that one short command solves")
     parser.add_argument("--harbor", type=Path, metavar="FOLDER", help="write the tasks as folders of Harbor, too")
     parser.add_argument("--sandbox", metavar="URL", help="of a running sandbox (default: start one for the traces)")
