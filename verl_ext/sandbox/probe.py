@@ -56,7 +56,7 @@ def probe(url: str) -> list[str] | None:
 
 
 def ping(url: str) -> dict[str, Any] | None:
-    """Return what our server says of itself: `layers`, `max_sessions`, `session_idle_s`; None if it is not well, or
+    """Return what our server says of itself, such as `layers`, `max_sessions`, `max_boxes`; None if it is not well, or
     another's."""
     try:
         said = json.loads(_request(f"{url}/v1/ping"))
