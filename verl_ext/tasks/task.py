@@ -30,7 +30,8 @@ class BoxTask:
         instruction: what the user says; all that the model is told.
         image: tar.gz (archive.py) of the files that the box begins with, below WRITABLE.
         tests: tar.gz of `tests/...`, which only the scoring box gets.
-        command: tests the artifacts, run in `workdir` of the scoring box.
+        command: tests the artifacts, run in `workdir` of the scoring box. Tests that run the model's programs must do
+            so by `as-agent PROGRAM`, which every box has: otherwise these could change the tests or write the score.
         result: "exit_code": it scores 1 if `command` exits with 0, else 0. "reward_file": `command` writes the score, a
             number in [0, 1], to one of REWARD_FILES; of the keys in JSON, "reward" counts.
         artifacts: absolute paths, all that crosses from the model's box to the scoring box, below WRITABLE.
