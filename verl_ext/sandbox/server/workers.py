@@ -72,9 +72,8 @@ class Workers:
         self.layers: list[str] = []  # as the newest worker reported
         self.off: dict[str, str] = {}
         self._max_idle = max_idle
-        self._root = Path(tempfile.mkdtemp(prefix="verl-sandbox-"))  # of the workers' folders
+        self._root: Path | None = None  # of the workers' folders; a zygote removes it, even if this process is killed
         self._options = {
-            "root": str(self._root),
             "max_output_bytes": max_output_bytes,
             "isolation": isolation,
             "allow_subprocess": allow_subprocess,
@@ -166,7 +165,8 @@ class Workers:
                 await asyncio.to_thread(self._zygote.wait, STOP_GRACE_S)
             except subprocess.TimeoutExpired:
                 await _kill_zygote(self._zygote, f"it did not stop within {STOP_GRACE_S:g} s")
-        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+        if self._root:
+            await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def _start(self) -> Worker:
         """Have the zygote fork a worker; starts a zygote if there is none. Raises SandboxError."""
@@ -205,12 +205,13 @@ class Workers:
     def _start_zygote(self) -> None:
         if self._control_socket:
             self._control_socket.close()
+        self._root = self._root or Path(tempfile.mkdtemp(prefix="verl-sandbox-"))
         self._control_socket, zygote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._control_socket.setblocking(False)  # a zygote that hangs, so that the buffer is full, hangs no server
         with zygote_end:
             fd = zygote_end.fileno()
             self._zygote = subprocess.Popen(
-                [sys.executable, "-I", str(ZYGOTE), str(fd), json.dumps(self._options)],
+                [sys.executable, "-I", str(ZYGOTE), str(fd), json.dumps(self._options | {"root": str(self._root)})],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(fd,),

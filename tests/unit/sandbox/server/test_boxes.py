@@ -124,6 +124,18 @@ def test_stop_of_the_server_leaves_nothing_of_its_boxes():
     assert not root.exists()
 
 
+@pytest.mark.parametrize("with_box", [False, True])
+def test_server_that_is_killed_leaves_no_folder(tmp_path, monkeypatch, with_box):
+    tmp_path.chmod(0o711)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = Server("--preload", "", workers=1)
+    assert not with_box or ask(server, "a")[0] in (200, 422)
+    assert list(tmp_path.iterdir())
+    server.process.kill()
+    server.process.communicate()
+    wait_until(lambda: not list(tmp_path.iterdir()), timeout_s=10)
+
+
 async def test_client_that_hangs_up_ends_its_box(server):
     client = SandboxClient([server.url])
     box = Box(client)
