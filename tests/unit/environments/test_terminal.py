@@ -334,7 +334,10 @@ def cut(play, monkeypatch):
 def test_a_server_that_is_killed_while_it_scores_is_not_the_models_fault(cut):
     dying = Server("--preload", "")
     sandbox = {"urls": [dying.url], "queue_timeout_s": 1}
-    episode = cut(lambda: (dying.process.kill(), dying.process.wait()), [SOLVE], DONE, sandbox=sandbox)
+    try:
+        episode = cut(lambda: (dying.process.kill(), dying.process.wait()), [SOLVE], DONE, sandbox=sandbox)
+    finally:
+        dying.stop()
     assert (episode.score.verdict, episode.score.acc) == ("unknown", None)
     assert episode.score.method.startswith("environment: ")
 
