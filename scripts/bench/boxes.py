@@ -4,7 +4,9 @@
 
 First CPU-ms (user and system, of the server and all its processes, but not the client's) to open a box, for a command,
 and to seal; then of a scoring: a second box with the sealed files and tests, and the run of the tests, by as-agent and
-without. Not counted are the processes that set up a worker and end before it works.
+without. Not counted are the processes that set up a worker and end before it works; and the kernel tells CPU time in
+whole ticks of each process, so that what a box does once comes out too low. The milliseconds beside it, one after the
+other on an idle machine, are an upper bound.
 
 Then `--at-once` boxes are open at the same time, run commands, are sealed and scored; a wrong answer is a fault. Last,
 `--episodes` run, of which many are cancelled, left without a word, or fork, fill and stop what they can. Afterwards the
@@ -28,6 +30,7 @@ from scripts.studies.shared import command_line
 from verl_ext.sandbox import Box, RunResult, SandboxClient, running_server
 
 IDLE_S = 10.0  # after which the server ends a box that its client has left
+CALLS = 20  # of a command in each box, so that its ticks add up
 SETTLE_S = 60.0  # for a server to be as before
 COMMANDS = [
     "echo $((6 * 7)) > out",
@@ -83,16 +86,17 @@ async def costs(client: SandboxClient, count: int) -> list[tuple[str, float, flo
     found = []
     async with Opened(client, 0) as opened:
 
-        async def each(what: str, call: Callable[[int], Awaitable[object]]) -> list:
+        async def each(what: str, call: Callable[[int], Awaitable[object]], times: int = 1) -> list:
             before, started = cpu_s(), time.monotonic()
-            results = [await call(i) for i in range(count)]
-            found.append((what, (cpu_s() - before) / count * 1e3, (time.monotonic() - started) / count * 1e3))
+            results = [await call(i) for i in range(count) for _ in range(times)]
+            calls = count * times
+            found.append((what, (cpu_s() - before) / calls * 1e3, (time.monotonic() - started) / calls * 1e3))
             return results
 
         archive = packed({"app/data.txt": b"1\n" * 500})
         boxes = await each("open a box", lambda _: opened.open(archive))
-        await each("command: true", lambda i: boxes[i].run("true", timeout_s=30))
-        await each("command: ls | wc -l", lambda i: boxes[i].run("ls | wc -l > out", timeout_s=30))
+        await each("command: true", lambda i: boxes[i].run("true", timeout_s=30), CALLS)
+        await each("command: ls | wc -l", lambda i: boxes[i].run("ls | wc -l > out", timeout_s=30), CALLS)
         await each("command: python3 -c", lambda i: boxes[i].run("python3 -c 'print(6 * 7)' > out", timeout_s=30))
         sealed = await each("seal", lambda i: boxes[i].seal(["/app"]))
         tests = packed({"tests/test.sh": TEST.replace("as-agent ", "").encode(), "tests/safe.sh": TEST.encode()})
