@@ -54,14 +54,14 @@ def count_members(d: Draw) -> Made:
 
 @template("easy")
 def compress(d: Draw) -> Made:
-    a, content = d.file(), d.text()
+    a, content = f"{d.folder()}/{d.file()}", d.text()
     say = [f"Compress {a} with gzip, so that {a}.gz replaces it.", f"Turn {a} into {a}.gz with gzip."]
     return Made(say, {a: content}, [f"gzip {a}"], [["gz", f"{a}.gz", content], ["gone", a]])
 
 
 @template("easy")
 def decompress(d: Draw) -> Made:
-    a, content = d.file(), d.text()
+    a, content = f"{d.folder()}/{d.file()}", d.text()
     say = [f"Decompress {a}.gz to {a}.", f"Turn {a}.gz back into the plain file {a}."]
     return Made(say, {f"{a}.gz": gzip.compress(content.encode(), mtime=0)}, [f"gunzip {a}.gz"], [["same", a, content]])
 

@@ -39,7 +39,7 @@ def make_folders(d: Draw) -> Made:
 
 @template("easy")
 def delete_by_ending(d: Draw) -> Made:
-    folder, ending, other = d.folder(), *d.rng.sample(["log", "tmp", "bak", "old", "txt", "csv"], 2)
+    folder, ending, other = d.path(), *d.rng.sample(["log", "tmp", "bak", "old", "txt", "csv"], 2)
     kept = {d.file(other): d.text() for _ in range(d.number(1, 3))}
     files = kept | {d.file(ending): d.text() for _ in range(d.number(2, 3))}
     say = [
@@ -74,7 +74,7 @@ def find_largest(d: Draw) -> Made:
 
 @template("medium")
 def sort_by_ending(d: Draw) -> Made:
-    folder, endings = d.folder(), d.rng.sample(["txt", "csv", "md", "log", "json", "html"], 3)
+    folder, endings = d.path(), d.rng.sample(["txt", "csv", "md", "log", "json", "html"], 3)
     names = [d.file(ending) for ending in [*endings, *d.rng.choices(endings, k=d.number(1, 4))]]
     files = {name: d.text() for name in names}
     say = [
@@ -106,7 +106,7 @@ def number_files(d: Draw) -> Made:
 
 @template("hard")
 def remove_duplicates(d: Draw) -> Made:
-    folder, texts = d.folder(), [d.text() for _ in range(d.number(3, 4))]
+    folder, texts = d.path(), [d.text() for _ in range(d.number(3, 4))]
     contents = d.shuffled([*texts, *d.rng.choices(texts, k=d.number(2, 4))])
     files = dict(sorted((d.file(), content) for content in contents))
     kept = {content: name for name, content in reversed(files.items())}

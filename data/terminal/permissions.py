@@ -44,7 +44,7 @@ def protect(d: Draw) -> Made:
 
 @template("easy")
 def private_folder(d: Draw) -> Made:
-    top, inner = d.folder(), d.folder()
+    top, inner = d.path(), d.folder()
     files = {f"{top}/{d.file()}": 0o644, f"{top}/{inner}/{d.file()}": 0o664}
     say = [
         f"Take all permissions on {top} and everything below it away from group and others.",
@@ -56,7 +56,7 @@ def private_folder(d: Draw) -> Made:
 
 @template("easy")
 def share_by_ending(d: Draw) -> Made:
-    top, ending, other = d.folder(), *d.rng.sample(["sh", "py", "txt", "csv", "log"], 2)
+    top, ending, other = d.path(), *d.rng.sample(["sh", "py", "txt", "csv", "log"], 2)
     chosen = {f"{top}/{d.file(ending)}": 0o600 for _ in range(2)}
     rest = {f"{top}/{d.file(other)}": 0o600}
     say = [
@@ -84,7 +84,7 @@ def list_executable(d: Draw) -> Made:
 
 @template("medium")
 def scripts_and_rest(d: Draw) -> Made:
-    top, one, two = d.folder(), octal(d.pick([0o755, 0o750, 0o700])), octal(d.pick([0o644, 0o640, 0o600]))
+    top, one, two = d.path(), octal(d.pick([0o755, 0o750, 0o700])), octal(d.pick([0o644, 0o640, 0o600]))
     scripts = [f"{top}/{d.file('sh')}" for _ in range(2)] + [f"{top}/{d.folder()}/{d.file('sh')}"]
     rest = [f"{top}/{d.file()}", f"{top}/{d.folder()}/{d.file('csv')}"]
     say = [

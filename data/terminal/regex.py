@@ -22,7 +22,7 @@ def mixed(d: Draw, good: list[str], others: list[str]) -> list[str]:
 
 @template("easy")
 def keep_codes(d: Draw) -> Made:
-    a, out, m, n = d.file(), d.file(), d.number(1, 4), d.number(1, 5)
+    a, out, m, n = d.file(), d.file(), d.number(2, 4), d.number(2, 5)
     good = [chars(d, CAPITALS, m) + chars(d, DIGITS, n) for _ in range(3)]
     bad = [
         chars(d, CAPITALS, m + 1) + chars(d, DIGITS, n),

@@ -182,24 +182,30 @@ def totals(d: Draw) -> Made:
 @template("hard")
 def split_city(d: Draw) -> Made:
     a, made = d.file("db"), users(d, 5, 8)
+    table, column = (
+        d.pick(["cities", "places", "towns", "homes"]),
+        d.pick(["city_id", "place_id", "home_id", "town_id"]),
+    )
     cities = sorted({row[2] for row in made[2]})
     say = [
-        f"In the database {a}, move the cities of the users to a table of their own: cities(id, name), numbered from "
-        "1 in alphabetical order. Add a column city_id to users that refers to it. The column city may stay. Use ./sql "
-        "DATABASE QUERY.",
+        f"In the database {a}, move the cities of the users to a table of their own: {table}(id, name), numbered "
+        f"from 1 in alphabetical order. Add a column {column} to users that refers to it. The column city may stay. "
+        "Use ./sql DATABASE QUERY.",
+        f"The table users of {a} repeats the names of cities. Make a table {table}(id, name) of them, with ids from "
+        f"1 in alphabetical order, and fill a new column {column} of users with these ids. Use ./sql DATABASE QUERY.",
     ]
-    fill = "insert into cities (name) select distinct city from users order by city"
+    fill = f"insert into {table} (name) select distinct city from users order by city"
     steps = [
         f'./sql {a} "select * from users"',
-        f'./sql {a} "create table cities (id integer primary key, name text)"; ./sql {a} "{fill}"',
-        f'./sql {a} "alter table users add column city_id integer"',
-        f'./sql {a} "update users set city_id = (select id from cities where name = city)"',
+        f'./sql {a} "create table {table} (id integer primary key, name text)"; ./sql {a} "{fill}"',
+        f'./sql {a} "alter table users add column {column} integer"',
+        f'./sql {a} "update users set {column} = (select id from {table} where {table}.name = city)"',
         f'./sql {a} "select * from users"',
     ]
     rows = [[n, name, cities.index(city) + 1] for n, name, city in made[2]]
-    checks = [["sql", a, "select id, name from cities order by id", [[n, city] for n, city in enumerate(cities, 1)]]]
+    checks = [["sql", a, f"select id, name from {table} order by id", [[n, city] for n, city in enumerate(cities, 1)]]]
     return Made(
-        say, files(a, made), steps, [*checks, ["sql", a, "select id, name, city_id from users order by id", rows]]
+        say, files(a, made), steps, [*checks, ["sql", a, f"select id, name, {column} from users order by id", rows]]
     )
 
 

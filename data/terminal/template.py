@@ -49,6 +49,10 @@ class Draw:
     def folder(self) -> str:
         return self.fresh(words.FOLDERS)
 
+    def path(self) -> str:
+        """Return a folder in a folder."""
+        return f"{self.folder()}/{self.folder()}"
+
     def pick(self, items: Sequence[Item]) -> Item:
         return self.rng.choice(items)
 

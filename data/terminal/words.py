@@ -6,9 +6,11 @@ history hotels index input inventory items journal labels letter library list ly
 memo menu minutes names notes novel orders outline pages parts plan plants poem points prices profile project
 quotes readme recipe records report results review routes sample scores script season sheet stock story
 summary survey table tasks teams test ticket timer todo tools tour trips values visits votes words""".split()
-FOLDERS = """assets attic backup bin books cellar clients corner data desk docs drawer garage garden house
-inbox kitchen lab media music office old outbox photos pool public shared shelf shop source store studio temp
-vault web work""".split()
+FOLDERS = """assets attic backup barn bench bin books cabinet camp canteen cellar class clients club corner
+court data deck depot desk dock docs drafts drawer exhibit factory farm fleet forge gallery garage garden
+guild hall hobby house hut inbox kiosk kitchen lab lodge loft media mill museum music nest office old outbox
+pantry photos pool porch port public quarry room school shared shed shelf shop source stall station store
+studio temp tower trunk vault web wharf work yard""".split()
 WORDS = """amber anchor apple arrow autumn bamboo barrel basil beacon bell birch blanket blossom boat bottle
 branch bread bridge bronze bucket butter button cabin candle canyon carbon carpet castle cedar cherry circle
 clay cliff clover coast cobalt coral cotton crystal desert dolphin dragon eagle ember engine falcon feather

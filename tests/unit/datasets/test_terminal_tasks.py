@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from terminal import check, template
+from terminal import check, template, words
 
 from verl_ext.tasks import archive, harbor
 from verl_ext.tasks.task import of_row
@@ -99,12 +99,16 @@ def test_there_are_sixty_templates_of_twelve_kinds_and_their_difficulty_is_the_n
         own = [one.difficulty for one in TEMPLATES if one.kind == kind]
         assert len(own) >= 5 and set(own) == set(STEPS), kind
     for one in TEMPLATES:
-        for instance in islice(template.instances(one, 1), 20):
+        for instance in islice(template.instances(one, 1), 80):  # all different
             assert len(instance.made.steps) in STEPS[one.difficulty], one.name
             assert re.match(r"[A-Z`0-9a-z./]", instance.instruction) and "  " not in instance.instruction
             if one.difficulty == "easy":
                 assert len(instance.instruction.split()) < 40, instance.instruction
                 assert len(instance.made.steps[0]) < 80, instance.made.steps
+
+
+def test_no_name_of_a_package_or_program_hides_a_module_of_python():
+    assert not {*words.WORDS, *words.LIBRARIES} & sys.stdlib_module_names
 
 
 def test_the_same_seed_gives_the_same_tasks_and_another_one_others():
