@@ -40,10 +40,10 @@ async def check_outputs(way: Way, task: Mapping[str, Any], turns: Sequence[Trace
     if not any(turn.calls for turn in turns):
         return
     stored = [output for turn in turns for output in turn.outputs]
-    first = [result.output for result in await run_calls(way, task, turns)]
+    first = _shown(await run_calls(way, task, turns))
     if (number := _first_difference(stored, first)) is None:
         return
-    second = [result.output for result in await run_calls(way, task, turns)]
+    second = _shown(await run_calls(way, task, turns))
     if (other := _first_difference(first, second)) is not None:
         why = f"call {other + 1} said {_short(first[other])} and then {_short(second[other])}"
         raise LeftOut(Reason.NOT_DETERMINISTIC, why)
@@ -105,6 +105,11 @@ def _as_run(call: Call) -> Call:
     if call.tool != CODE_TOOL or not isinstance(call.arguments.get("code"), str):
         return call
     return replace(call, arguments=call.arguments | {"code": strip_fence(call.arguments["code"])})
+
+
+def _shown(results: Sequence[CallResult]) -> list[str]:
+    """Return what a model would read: an episode that a call ends has no answer to it."""
+    return [result.output for result in results if not result.ends]
 
 
 def _first_difference(stored: Sequence[str], said: Sequence[str]) -> int | None:

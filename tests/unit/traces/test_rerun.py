@@ -61,6 +61,8 @@ def test_an_output_may_be_cut_as_a_rollout_cuts_it(limit, qwen_tokenizer):
 
 OWN = """
 from verl_ext.environments.base import Environment, tool
+from verl_ext.episode import CallResult
+from verl_ext.outcome import RolloutEnd
 
 class Counter(Environment):
     async def open(self, task):
@@ -76,6 +78,11 @@ class Counter(Environment):
         '''
         self.count += by
         return str(self.count)
+
+    @tool
+    def submit(self) -> CallResult:
+        '''End the count.'''
+        return CallResult("submitted", ends=RolloutEnd.ANSWER)
 """
 
 
@@ -99,6 +106,7 @@ def test_calls_run_in_the_environment_of_the_run(check, tmp_path):
     good += [asks((code, {"code": "x + 2"})), *tools_say("9"), asks(("add", {"by": 2})), *tools_say("9")]
     good.append({"role": "assistant", "content": "\\boxed{9}"})
     wrong = json.loads(json.dumps(good).replace('"content": "7"', '"content": "8"'))
+    submitted = [*good[:-1], asks(("submit", {})) | {"content": "\\boxed{9}"}]  # nothing answers it
     unknown = [user, asks(("sub", {"by": 2})), *tools_say("3"), good[-1]]
     tools = [
         {"type": "function", "function": {"name": code, "description": "Run.", "parameters": OF_CODE}},
@@ -106,13 +114,14 @@ def test_calls_run_in_the_environment_of_the_run(check, tmp_path):
             {"type": "function", "function": {"name": name, "description": "Count.", "parameters": OF_ADD}}
             for name in ("add", "sub")
         ],
+        {"type": "function", "function": {"name": "submit", "description": "End.", "parameters": {"type": "object"}}},
     ]
-    rows = [row | {"id": str(number), "messages": each} for number, each in enumerate((good, wrong, unknown))]
+    rows = [row | {"id": str(number), "messages": each} for number, each in enumerate((good, wrong, unknown, submitted))]
     environment = f"retool.environment=[notebook,'{tmp_path}/own.py:Counter']"
     settings = [environment, "retool.protocol=hermes", "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=2"]
     options = [part for each in settings for part in ("--set", each)]
     kept, left, _ = check([each | {"tools": tools} for each in rows], *options)
-    assert [row["id"] for row in kept] == ["0"]
+    assert [row["id"] for row in kept] == ["0", "3"]
     assert [(line["id"], line["reason"]) for line in left] == [("1", "output_differs"), ("2", "not_a_trace")]
     assert left[0]["detail"] == "call 2 says '7', the trace has '8'"
     assert "a call of 'sub'; the tools of the run are" in left[1]["detail"]
