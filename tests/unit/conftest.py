@@ -288,3 +288,17 @@ def cpu_platform() -> ModuleType:
     from verl_ext.cpu import patches
 
     return patches
+
+
+@pytest.fixture(scope="module")
+def box_server() -> Iterator[Any]:
+    """A sandbox server that is there for its boxes."""
+    from tests.unit.sandbox.boxes import need_boxes
+    from tests.unit.sandbox.server_process import Server
+
+    server = Server("--preload", "")
+    try:
+        need_boxes(server.url)
+        yield server
+    finally:
+        server.stop()

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from omegaconf import OmegaConf
 from repositories import Measure, changes
 
-from tests.unit.sandbox.boxes import need_boxes
 from tests.unit.sandbox.server_process import Server
 from tests.unit.tasks import repositories
 from verl_ext.environments.repository import Repository
@@ -26,23 +24,13 @@ UNFIXED = ["tests/test_words.py::TestSlug::test_tabs", "tests/test_words.py::tes
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--preload", "")
-    try:
-        need_boxes(server.url)
-        yield server
-    finally:
-        server.stop()
-
-
-@pytest.fixture(scope="module")
-def made(server, tmp_path_factory) -> tuple[dict[str, Any], Path, Path]:
+def made(box_server, tmp_path_factory) -> tuple[dict[str, Any], Path, Path]:
     """The row of the second commit of `words`, the folder of its archives, and the repository."""
     folder = tmp_path_factory.mktemp("repository")
     repo = repositories.words(folder / "words")
 
     async def measure() -> Any:
-        client = SandboxClient([server.url])
+        client = SandboxClient([box_server.url])
         try:
             [instance] = changes(repo, "words", None)
             return await Measure(client, folder / "repos").task(repo, instance)
@@ -98,42 +86,42 @@ def test_the_row_has_what_fails_and_what_passes_and_no_test(made):
     assert "slug keeps each of them." in told and UNFIXED[0] in told and "assert" not in told
 
 
-def test_the_fix_scores_1_and_scores_so_again(made, server):
+def test_the_fix_scores_1_and_scores_so_again(made, box_server):
     use = bash("git commit -qam fix; python3 -m pytest -q 2>&1")
-    played = Played(made, server, write(SOURCE, repositories.NEW), use, again=True)
+    played = Played(made, box_server, write(SOURCE, repositories.NEW), use, again=True)
     assert (played.score.acc, played.score.method) == (1.0, "tests: 2 of 2 fixed, 2 of 2 kept")
     assert "2 passed" in played.said[1]
     assert played.again == played.score and len(played.score.evidence) < 1000
 
 
-def test_the_untouched_repository_scores_0(made, server):
-    played = Played(made, server)
+def test_the_untouched_repository_scores_0(made, box_server):
+    played = Played(made, box_server)
     assert played.score.acc == 0.0
     assert played.score.method == f"tests: 0 of 2 fixed, 2 of 2 kept; not passed: {UNFIXED[0]}, {UNFIXED[1]}"
 
 
-def test_a_fix_that_breaks_another_test_scores_0(made, server):
+def test_a_fix_that_breaks_another_test_scores_0(made, box_server):
     broken = repositories.NEW.replace("sum(values)", "len(values)")
-    played = Played(made, server, write(SOURCE, broken))
+    played = Played(made, box_server, write(SOURCE, broken))
     assert (played.score.acc, played.score.method) == (
         0.0,
         "tests: 2 of 2 fixed, 1 of 2 kept; not passed: tests/test_words.py::test_total",
     )
 
 
-def test_moved_and_deleted_sources_count(made, server):
+def test_moved_and_deleted_sources_count(made, box_server):
     move = bash("mkdir words/parts && git mv words/__init__.py words/parts/text.py && touch words/parts/__init__.py")
     again = write(SOURCE, "from words.parts.text import slug, total\n")
     fixed = write("/app/words/parts/text.py", repositories.NEW)
-    assert Played(made, server, move, again, fixed).score.acc == 1.0
+    assert Played(made, box_server, move, again, fixed).score.acc == 1.0
     # A package hides a module of its name, so this one counts only if the package is gone.
-    assert Played(made, server, bash("rm -r words"), write("/app/words.py", repositories.NEW)).score.acc == 1.0
+    assert Played(made, box_server, bash("rm -r words"), write("/app/words.py", repositories.NEW)).score.acc == 1.0
 
 
-def test_changed_tests_and_configuration_are_named_and_do_not_count(made, server):
+def test_changed_tests_and_configuration_are_named_and_do_not_count(made, box_server):
     played = Played(
         made,
-        server,
+        box_server,
         write("/app/tests/test_words.py", "def test_spaces():\n    pass\n"),
         write("/app/conftest.py", "raise SystemExit(0)\n"),
         write("/app/setup.cfg", "[tool:pytest]\naddopts = --collect-only\n"),
@@ -221,7 +209,7 @@ IN_PROCESS = {
 @pytest.mark.parametrize(
     "attempt", with_marks(IN_PROCESS, "exit at import", "equal to all", "outcomes", "what must fail is read")
 )
-def test_code_that_deceives_its_tests_scores_0(made, server, attempt):
+def test_code_that_deceives_its_tests_scores_0(made, box_server, attempt):
     text = IN_PROCESS[attempt]
     # What an attempt does not define is as it was. The last one wins, as names of a module do.
     rest = (
@@ -229,7 +217,7 @@ def test_code_that_deceives_its_tests_scores_0(made, server, attempt):
         if "def slug" not in text and "slug =" not in text
         else "def total(values):\n    return sum(values)\n"
     )
-    played = Played(made, server, write(SOURCE, f"{rest}\n\n{text}"))
+    played = Played(made, box_server, write(SOURCE, f"{rest}\n\n{text}"))
     assert played.score.acc == 0.0, played.score
     assert IS_CAUGHT.get(attempt, "not passed") in played.score.method
 
@@ -268,25 +256,25 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("attempt", with_marks(PLANTED, "conftest", "a reward"))
-def test_what_is_planted_does_not_count_and_is_named(made, server, attempt):
+def test_what_is_planted_does_not_count_and_is_named(made, box_server, attempt):
     path, text = PLANTED[attempt]
-    played = Played(made, server, bash(f"mkdir -p {Path(path).parent}"), write(path, text))
+    played = Played(made, box_server, bash(f"mkdir -p {Path(path).parent}"), write(path, text))
     assert played.score.acc == 0.0
     assert f"tampering: {'planted ' if not path.startswith('/app') else ''}" in played.score.method
     assert Path(path).name in played.score.method or "planted /logs" in played.score.method
 
 
-def test_what_is_planted_does_not_spoil_a_fix(made, server):
+def test_what_is_planted_does_not_spoil_a_fix(made, box_server):
     planted = [
         write(path, text) for name, (path, text) in PLANTED.items() if name in ("conftest", "pytest.ini", "pytest")
     ]
-    played = Played(made, server, write(SOURCE, repositories.NEW), *planted)
+    played = Played(made, box_server, write(SOURCE, repositories.NEW), *planted)
     assert played.score.acc == 1.0 and "tampering" in played.score.method
 
 
-def test_links_do_not_cross(made, server):
+def test_links_do_not_cross(made, box_server):
     links = "mv words kept && ln -s kept words && ln -s /tests hidden && ln -s . self"
-    played = Played(made, server, write(SOURCE, repositories.NEW), bash(links))
+    played = Played(made, box_server, write(SOURCE, repositories.NEW), bash(links))
     assert played.score.acc == 0.0
     assert "link self, link words" in played.score.method and "/app/hidden (a link" in played.score.method
 
@@ -305,12 +293,12 @@ SEARCHES = (
 
 
 @pytest.mark.nightly
-def test_the_fix_is_nowhere_in_the_box(made, server):
+def test_the_fix_is_nowhere_in_the_box(made, box_server):
     row, _, repo = made
     secrets = git.git("rev-list", "--objects", "HEAD", "^HEAD~1", cwd=repo).decode().split()
     names = [each for each in secrets if len(each) == 40]
     assert len(names) == 6
-    played = Played(made, server, *map(bash, SEARCHES), *(bash(f"git cat-file -p {name} 2>&1") for name in names))
+    played = Played(made, box_server, *map(bash, SEARCHES), *(bash(f"git cat-file -p {name} 2>&1") for name in names))
     said = "\n".join(played.said[: len(SEARCHES)])
     assert "Start" in said and "/app/words/__init__.py" in said, "the searches ran"
     assert "text.lower().replace" in said and "text.lower().split" not in said and "test_spaces" not in said
@@ -318,15 +306,15 @@ def test_the_fix_is_nowhere_in_the_box(made, server):
     assert all("Not a valid object name" in each for each in played.said[len(SEARCHES) :])
 
 
-def test_a_package_that_the_sandbox_has_is_refused(made, server):
+def test_a_package_that_the_sandbox_has_is_refused(made, box_server):
     row, folder, repo = made
     info = json.loads(row["extra_info"]["repository"]) | {"package": ["iniconfig", "words"]}
     row = row | {"extra_info": row["extra_info"] | {"repository": json.dumps(info)}}
     with pytest.raises(ValueError, match="Python has iniconfig installed"):
-        Played((row, folder, repo), server)
+        Played((row, folder, repo), box_server)
 
 
-def test_tests_that_cannot_begin_are_no_fault_of_the_agent(made, server, tmp_path):
+def test_tests_that_cannot_begin_are_no_fault_of_the_agent(made, box_server, tmp_path):
     row, folder, repo = made
     info = json.loads(row["extra_info"]["repository"])
     for name, _ in info["archives"].values():
@@ -339,16 +327,16 @@ def test_tests_that_cannot_begin_are_no_fault_of_the_agent(made, server, tmp_pat
     info["archives"]["tests"] = [name, hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()]
     row = row | {"extra_info": row["extra_info"] | {"repository": json.dumps(info)}}
     with pytest.raises(ToolUnavailable, match="could not begin: as-agent ended with 1"):
-        Played((row, tmp_path, repo), server, write(SOURCE, repositories.NEW))
+        Played((row, tmp_path, repo), box_server, write(SOURCE, repositories.NEW))
 
 
-def test_archives_that_are_missing_or_others_are_refused(made, server, tmp_path):
+def test_archives_that_are_missing_or_others_are_refused(made, box_server, tmp_path):
     row, folder, repo = made
     with pytest.raises(ValueError, match="does not exist.*Set `folder`"):
-        Played((row, tmp_path, repo), server)
+        Played((row, tmp_path, repo), box_server)
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes() + b"x")
     with pytest.raises(ValueError, match="is not the file that the data were made with"):
-        Played((row, tmp_path, repo), server)
+        Played((row, tmp_path, repo), box_server)
     with pytest.raises(ValueError, match="which is none"):
-        Played((row, tmp_path / "none", repo), server)
+        Played((row, tmp_path / "none", repo), box_server)

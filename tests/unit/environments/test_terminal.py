@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,6 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.sandbox.boxes import need_boxes
 from tests.unit.sandbox.server_process import Server, wait_until
 from verl_ext.environments.terminal import Terminal, reward_of
 from verl_ext.episode import MAX_EVIDENCE
@@ -44,16 +42,6 @@ SUBMIT = ("submit", {})
 DONE = "I am done."
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--preload", "")
-    try:
-        need_boxes(server.url)
-        yield server
-    finally:
-        server.stop()
-
-
 class Played(Terminal):
     """One with a client of its own, because a client belongs to the event loop of an episode."""
 
@@ -78,7 +66,7 @@ class Cut(Played):
 
 
 @pytest.fixture
-def play(roll_out, qwen_tokenizer, server):
+def play(roll_out, qwen_tokenizer, box_server):
     """Let a model write the turns, each a text or calls; returns the episode and what the model was shown at last."""
 
     def run(*turns: Any, of: BoxTask = TASK, url: str = "", **settings: Any) -> tuple[Any, str]:
@@ -94,7 +82,7 @@ def play(roll_out, qwen_tokenizer, server):
         episode, model, _ = roll_out(
             *(qwen_tokenizer, ids),
             **{"protocol": "hermes", "max_tool_response_tokens": 400, "prompt": row, "question": of.instruction},
-            **{"sandbox": {"urls": [url or server.url], "queue_timeout_s": 20}} | settings,
+            **{"sandbox": {"urls": [url or box_server.url], "queue_timeout_s": 20}} | settings,
         )
         shown = model.calls[-1]["prompt_ids"] if model.calls else []
         return episode, qwen_tokenizer.decode(shown)
@@ -134,7 +122,7 @@ def boxes(server: Server) -> int:
 # What a model does ----------------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_solved_and_scored_and_can_be_scored_again(play, server):
+def test_a_task_is_solved_and_scored_and_can_be_scored_again(play, box_server):
     episode, shown = play(bash("cat log.txt; wc -l log.txt"), [SOLVE], [SUBMIT])
     assert (episode.finish_reason, episode.score.acc, episode.score.method) == ("answer", 1.0, "tests: exit code 0")
     assert all(f'"name": "{name}"' in shown for name in ("bash", "edit", "submit")) and TASK.instruction in shown
@@ -142,9 +130,9 @@ def test_a_task_is_solved_and_scored_and_can_be_scored_again(play, server):
     assert episode.use.ok == 3 and episode.row.mask[-1] == 1, "nothing follows `submit`"
     assert 0 < len(episode.score.evidence) <= MAX_EVIDENCE
     assert "app/count.txt" in archive.unpack(episode.score.evidence)
-    assert again(server, episode.score.evidence).acc == 1.0
-    assert again(server, archive.pack({"app/count.txt": "2\n"})).acc == 0.0
-    assert boxes(server) == 0
+    assert again(box_server, episode.score.evidence).acc == 1.0
+    assert again(box_server, archive.pack({"app/count.txt": "2\n"})).acc == 0.0
+    assert boxes(box_server) == 0
     assert base64.b64decode(to_record(episode)["evidence"]) == episode.score.evidence
 
 
@@ -282,9 +270,9 @@ def test_more_files_than_can_go_over_are_the_models_doing(play):
     assert episode.score.acc == 0.0 and "its artifacts are more than 8,192 files" in episode.score.method
 
 
-def test_artifacts_that_no_box_takes_are_the_models_doing_but_a_broken_task_is_ours(play, server):
+def test_artifacts_that_no_box_takes_are_the_models_doing_but_a_broken_task_is_ours(play, box_server):
     deep = archive.pack({"/".join(["app", *"d" * 70, "x"]): b""})
-    score = again(server, deep)
+    score = again(box_server, deep)
     assert score.acc == 0.0 and "its artifacts are refused: " in score.method
     with pytest.raises(ValueError, match="names in a path"):
         play(DONE, of=altered(tests=archive.pack({"/".join(["tests", *"d" * 70]): b""})))
@@ -302,7 +290,7 @@ for name in ("sparse1", "sparse2", "sparse3"):
 """
 
 
-def test_odd_files_neither_break_the_scoring_nor_reach_out_of_it(play, server):
+def test_odd_files_neither_break_the_scoring_nor_reach_out_of_it(play, box_server):
     episode, shown = play(bash(f"python3 - <<'END'\n{ODD}END"), [SOLVE], [SUBMIT])
     assert "Traceback" not in shown, shown
     assert episode.score.acc == 1.0, episode.score.method
@@ -310,7 +298,7 @@ def test_odd_files_neither_break_the_scoring_nor_reach_out_of_it(play, server):
     crossed = archive.unpack(episode.score.evidence)
     assert not {"app/odd/out", "app/odd/pipe", "app/odd/sparse3"} & crossed.keys()
     assert {"app/odd/\udcff\udcfe", "app/odd/a\nb", "app/odd/hard", "app/odd/closed"} <= crossed.keys()
-    assert again(server, episode.score.evidence).acc == 1.0
+    assert again(box_server, episode.score.evidence).acc == 1.0
 
 
 def test_a_full_disk_is_the_models_doing(play):

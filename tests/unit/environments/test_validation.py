@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tests.unit.sandbox.boxes import need_boxes
-from tests.unit.sandbox.server_process import Server
 from verl_ext.environments.__main__ import main
 from verl_ext.environments.by_name import Environments
 from verl_ext.environments.validation import Validator
@@ -55,16 +52,6 @@ class Own(Environment):
             return Score.graded(0.0, "", "flaky")
         return Score.graded(min(1.0, self.info.get("given", 0.0) + self.said / 2), "", "share")
 '''
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--preload", "")
-    try:
-        need_boxes(server.url)
-        yield server
-    finally:
-        server.stop()
 
 
 def calls(*numbers: int) -> str:
@@ -137,11 +124,11 @@ def file_of(path: Path, *tasks: BoxTask | dict) -> Path:
 
 
 @pytest.fixture
-def run(server, capsys):
+def run(box_server, capsys):
     """Run the command; returns its exit code and what it printed."""
 
     def run(*arguments: Any) -> tuple[int, str]:
-        code = main([*map(str, arguments), "--sandbox", server.url])
+        code = main([*map(str, arguments), "--sandbox", box_server.url])
         told = capsys.readouterr()
         return code, told.out + told.err.rpartition("\r")[2]
 

@@ -11,21 +11,9 @@ import pytest
 from repositories import changes, own_lines_by_file
 from sdists import commit_releases, news, read_sdist
 
-from tests.unit.sandbox.boxes import need_boxes
-from tests.unit.sandbox.server_process import Server
 from tests.unit.tasks import repositories
 from verl_ext.tasks import git
 from verl_ext.tasks.hidden_tests import Instance
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server("--preload", "")
-    try:
-        need_boxes(server.url)
-        yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -50,9 +38,9 @@ def test_only_commits_that_change_sources_and_tests_are_looked_at(repo):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_a_repository_becomes_rows_and_what_is_of_no_use_is_named(repo, server, tmp_path, capsys):
+def test_a_repository_becomes_rows_and_what_is_of_no_use_is_named(repo, box_server, tmp_path, capsys):
     out = tmp_path / "out"
-    prepare_repository.main(["from-git", str(repo), "--out", str(out), "--sandbox", server.url])
+    prepare_repository.main(["from-git", str(repo), "--out", str(out), "--sandbox", box_server.url])
     said = capsys.readouterr().out
     assert "2 fail to pass, 2 pass to pass" in said and "1 of 2 changes are tasks" in said
     assert "dropped: no test fails before and passes after" in said
@@ -66,7 +54,7 @@ def test_a_repository_becomes_rows_and_what_is_of_no_use_is_named(repo, server, 
     wrong = instance | {"FAIL_TO_PASS": ["tests/test_words.py::test_plain"], "instance_id": "wrong"}
     (tmp_path / "given.jsonl").write_text(f"{line}\n{json.dumps(wrong)}\n")
     given = ["from-json", str(tmp_path / "given.jsonl"), "--repo", str(repo), "--out", str(tmp_path / "again")]
-    prepare_repository.main([*given, "--sandbox", server.url])
+    prepare_repository.main([*given, "--sandbox", box_server.url])
     said = capsys.readouterr().out
     assert "wrong" in said and "test_plain of FAIL_TO_PASS does not fail before and pass after" in said
     [again] = pq.read_table(tmp_path / "again" / "rl_train.parquet").to_pylist()
@@ -76,13 +64,13 @@ def test_a_repository_becomes_rows_and_what_is_of_no_use_is_named(repo, server, 
 
 
 @pytest.mark.nightly
-def test_a_package_that_the_sandbox_has_makes_no_task(server, tmp_path, capsys):
+def test_a_package_that_the_sandbox_has_makes_no_task(box_server, tmp_path, capsys):
     files = {path.replace("words/", "iniconfig/"): text for path, text in repositories.BEGIN.items()}
     repositories.commit(tmp_path / "iniconfig", files, "Begin")
     fix = {path.replace("words/", "iniconfig/"): text for path, text in repositories.FIX.items()}
     repositories.commit(tmp_path / "iniconfig", fix, "Fix")
     prepare_repository.main(
-        ["from-git", str(tmp_path / "iniconfig"), "--out", str(tmp_path / "out"), "--sandbox", server.url]
+        ["from-git", str(tmp_path / "iniconfig"), "--out", str(tmp_path / "out"), "--sandbox", box_server.url]
     )
     said = capsys.readouterr().out
     assert "dropped: the sandbox has package iniconfig, in which an agent could read the fix" in said

@@ -116,7 +116,8 @@ def test_calls_run_in_the_environment_of_the_run(check, tmp_path):
         ],
         {"type": "function", "function": {"name": "submit", "description": "End.", "parameters": {"type": "object"}}},
     ]
-    rows = [row | {"id": str(number), "messages": each} for number, each in enumerate((good, wrong, unknown, submitted))]
+    messages = (good, wrong, unknown, submitted)
+    rows = [row | {"id": str(number), "messages": each} for number, each in enumerate(messages)]
     environment = f"retool.environment=[notebook,'{tmp_path}/own.py:Counter']"
     settings = [environment, "retool.protocol=hermes", "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=2"]
     options = [part for each in settings for part in ("--set", each)]
