@@ -120,7 +120,8 @@ def test_walk_follows_extras_and_markers_and_stops_at_what_is_left_out():
 def test_every_import_of_ours_is_declared_in_setup_py():
     declared = {canonicalize_name(r.name) for e in ("cpu", "gpu") for r in lock.read_requirements(e)}
     declared.add("gguf")  # requirements/small.txt: data/small/build_model.py unpacks it where it needs it
-    ours = {"verl_ext", "scripts", "data", "tests", *(path.stem for path in (ROOT / "data").rglob("*.py"))}
+    of_data = [*(ROOT / "data").rglob("*.py")]
+    ours = {"verl_ext", "scripts", "data", "tests", *(path.stem for path in of_data), *(p.parent.name for p in of_data)}
     owners = importlib.metadata.packages_distributions()
     undeclared = []
     files = {p for folder in ("verl_ext", "data", "scripts") for p in (ROOT / folder).rglob("*.py")}

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -40,6 +41,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
 
 async def test_no_two_workers_have_one_user(pool, monkeypatch):
     monkeypatch.setattr(workers_module, "NUM_UIDS", 3)
+    monkeypatch.setattr(workers_module, "_by_user", weakref.WeakValueDictionary())  # which all pools of a process share
 
     async def user() -> int:
         taken.append(await pool.workers.take())
