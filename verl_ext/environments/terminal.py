@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl_ext.environments.base import Environment, Opening, tool
@@ -28,13 +28,14 @@ from verl_ext.protocols.base import format_output
 from verl_ext.sandbox.box import Box, BoxUnavailable
 from verl_ext.sandbox.result import RunResult
 from verl_ext.tasks import archive
-from verl_ext.tasks.archive import BadArchive, Entry, File
+from verl_ext.tasks.archive import BadArchive, Entry, File, Folder
 from verl_ext.tasks.task import REWARD_FILES, BoxTask, is_below, of_row
 
 EDIT = Path(__file__).with_name("edit_program.py").read_text(encoding="utf-8")
 REFUSED = 3  # exit code of EDIT: the arguments are wrong, and it printed why
 EDIT_S = 20.0
 SOLVE = "bash /solution/solve.sh"
+LOGS = "logs/verifier"  # a folder of the scoring box, as in Harbor
 GRACE_S = 30.0  # beyond the limits of the sandbox's client, which then says what happened
 MAX_ARTIFACTS = 16 * 2**20  # bytes of the files that go over to the scoring box
 MAX_FILES = archive.MAX_FILES // 2  # of them; a box has few more inodes than twice as many
@@ -269,7 +270,12 @@ class Terminal(Environment):
         """Return the artifacts, and all that the scoring box begins with: what of the image is no artifact, the
         artifacts, and the tests."""
         image = archive.unpack(self.task.image)
-        kept = {path: entry for path, entry in image.items() if not is_below(f"/{path}", self.task.artifacts)}
+        above = {folder.as_posix() for path in files for folder in PurePosixPath(path).parents}
+        kept: dict[str, Entry] = {LOGS: Folder()}
+        for path, entry in image.items():
+            is_covered = path in above and not isinstance(entry, Folder)  # the model made a folder of a file
+            if not is_covered and not is_below(f"/{path}", self.task.artifacts):
+                kept[path] = entry
         return archive.pack(files), archive.pack(kept | files | archive.unpack(self.task.tests))
 
     async def _open(self, box: Box, content: bytes) -> None:

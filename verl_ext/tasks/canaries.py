@@ -6,6 +6,7 @@ fails the copy, whatever it is. It has an ordinary name, and stands where a furt
 """
 
 import ast
+import io
 import random
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ def with_canaries(source: str, rng: random.Random, count: int) -> tuple[str, lis
     Raises:
         SyntaxError: it is no Python.
     """
-    lines = source.splitlines(keepends=True)
+    lines = [*io.StringIO(source, newline="")]  # as Python counts them, unlike `splitlines`
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"
     tests = list(_tests(ast.parse(source)))
@@ -36,8 +37,9 @@ def with_canaries(source: str, rng: random.Random, count: int) -> tuple[str, lis
     names, chosen = [], firsts + [each for each in copies if each not in firsts][: max(0, count - len(firsts))]
     for owner, test, copy in sorted(chosen, key=lambda each: -each[1].end_lineno):  # so that line numbers stay right
         name = _new_name(test.name, taken, rng)
-        head = copy.index(f"def {test.name}")
-        copy = copy[:head] + copy[head:].replace(test.name, name, 1)
+        decorators = test.lineno - 1 - _start(test)
+        head = "".join([*io.StringIO(copy, newline="")][:decorators])
+        copy = head + copy[len(head) :].replace(test.name, name, 1)
         lines.insert(test.end_lineno, f"\n{copy}" if owner else f"\n\n{copy}")
         names.append(f"{owner}::{name}" if owner else name)
     plain = _new_name("test_sorted", taken, rng)
@@ -53,12 +55,16 @@ def _tests(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
             yield from ((node.name, each) for each in inner)
 
 
+def _start(test: ast.FunctionDef) -> int:
+    return min([test.lineno, *(each.lineno for each in test.decorator_list)]) - 1
+
+
 def _altered(test: ast.FunctionDef, lines: list[str], rng: random.Random) -> str | None:
     """Return the text of a test with one expected value changed; None if it expects no plain value.
 
     Only statements of the function itself count, as they run whatever the code under test does.
     """
-    start = min([test.lineno, *(each.lineno for each in test.decorator_list)]) - 1
+    start = _start(test)
     constants = [each for node in test.body for value in _expected(node) for each in _constants(value)]
     constants = [each for each in constants if each.lineno == each.end_lineno]
     if not constants or ";" in lines[test.end_lineno - 1]:

@@ -20,7 +20,6 @@ from verl_ext.tasks.task import BoxTask
 
 SOURCE = "repository"  # `data_source` of rows
 COMMAND = "python3 -I -B /tests/run.py"
-SHOWN_TESTS = 8  # names of tests in a prompt
 _NO_PACKAGES = {"docs", "doc", "examples", "benchmarks", "scripts", "tasks", "noxfile", "fabfile", "build"}
 
 
@@ -63,14 +62,11 @@ def write(folder: Path, instance: Instance, sides: Sides, tests: bytes) -> dict[
 
 
 def statement(instance: Instance) -> str:
-    """Return what the model is told."""
-    names = [name for name in instance.FAIL_TO_PASS[:SHOWN_TESTS]]
-    more = len(instance.FAIL_TO_PASS) - len(names)
-    listed = "\n".join(f"- {name}" for name in names) + (f"\n- and {more} more" if more else "")
+    """Return what the model is told. The names of the tests would tell them from the copies that must fail."""
     return (
         "The git repository in /app needs this change:\n\n"
         f"{instance.problem_statement.strip()}\n\n"
-        f"These tests, which you do not have, fail now and must pass after it:\n{listed}\n"
+        "Tests of it, which you do not have, fail now and must pass after it. "
         "Tests that pass now must still pass. Change only source files: your changes of tests and of configuration are "
         "not used. Call submit when you are done."
     )

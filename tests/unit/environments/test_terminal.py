@@ -220,8 +220,15 @@ def test_what_is_planted_is_named_although_the_task_is_solved(play):
     assert episode.score.acc == 1.0 and "; tampering: planted /tests/test.sh" in episode.score.method
 
 
+def test_a_model_may_make_a_folder_of_a_file_of_the_image(play):
+    inside = "[ -e /app/log.txt/count.txt ]"
+    of = altered(tests=archive.pack({"tests/test.sh": inside}), artifacts=("/app/log.txt/count.txt",))
+    episode, _ = play(bash("rm log.txt; mkdir log.txt; echo 3 > log.txt/count.txt"), DONE, of=of)
+    assert (episode.score.acc, episode.score.method) == (1.0, "tests: exit code 0")
+
+
 def test_a_reward_file_counts_if_the_tests_wrote_it(play):
-    share = "mkdir -p /logs/verifier; [ -e /app/count.txt ] && echo 0.25 > /logs/verifier/reward.txt; exit 1"
+    share = "[ -e /app/count.txt ] && echo 0.25 > /logs/verifier/reward.txt; exit 1"
     of = altered(tests=archive.pack({"tests/test.sh": share}), result="reward_file")
     episode, _ = play([SOLVE], DONE, of=of)
     assert (episode.score.acc, episode.score.verdict, episode.score.method) == (0.25, "partial", "tests: reward file")

@@ -99,6 +99,23 @@ def test_a_module_without_plain_values_has_one_test_that_must_fail():
         space[names[0]]()
 
 
+def test_lines_and_names_are_those_of_python():
+    """A form feed ends no line, and a decorator may name its test."""
+    source = """@decorate("def test_a")
+def test_a():
+    assert 1 + 1 == 2
+
+
+def test_b():  # a page\x0cand a \u2028 line
+    assert 1 + 1 == 2
+"""
+    text, names = with_canaries(source, random.Random(0), 2)
+    said = {}
+    exec(text, {"decorate": lambda _: lambda test: said.setdefault(test.__name__, test)})
+    assert {name for name in names if name.startswith("test_a")} == set(said) - {"test_a"} and "test_a" in said
+    assert len(names) == 3
+
+
 def test_a_module_that_is_no_python_is_refused():
     with pytest.raises(SyntaxError):
         with_canaries("print 1", random.Random(0), 3)

@@ -217,7 +217,7 @@ def be_program(runs: AgentRuns, command: Command, ruleset: int) -> NoReturn:
         landlock.restrict_self(ruleset)
         for kind, limits in command.limits.items():
             resource.setrlimit(kind, limits)
-        runs.layers.confine()
+        runs.layers.confine(is_readable=False)
         reset_signals()
         try:
             os.chdir(command.folder if command.folder.startswith(b"/app") else b"/app")

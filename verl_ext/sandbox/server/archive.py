@@ -207,8 +207,8 @@ class Pack:
         info = tarfile.TarInfo(path.lstrip("/"))
         info.mode, info.mtime = stat.S_IMODE(status.st_mode) & 0o777, max(int(status.st_mtime), 0)
         size = HEADER_BYTES + len(os.fsencode(path)) + (status.st_size if not stat.S_ISDIR(status.st_mode) else 0)
-        if depth > MAX_DEPTH or len(os.fsencode(path)) > MAX_PATH_BYTES:
-            self._drop(path, f"deeper than {MAX_DEPTH} folders, or a path of more than {MAX_PATH_BYTES} bytes")
+        if path.count("/") > MAX_DEPTH or len(os.fsencode(path)) > MAX_PATH_BYTES:
+            self._drop(path, f"more than {MAX_DEPTH} names, or a path of more than {MAX_PATH_BYTES} bytes")
         elif depth and status.st_dev != os.fstat(folder).st_dev:
             self._drop(path, "not of the box")
         elif size > self._left:
@@ -239,9 +239,12 @@ class Pack:
             self._drop(path, f"{KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}, not a file")
 
     def _open(self, folder: int, name: str, flags: int) -> int:
-        """Open what is below a folder; unlock it if its owner may not read it. Raises OSError."""
+        """Open what is below a folder; unlock it if its owner may not read it, or enter it. Raises OSError."""
         try:
-            return os.open(name, flags, dir_fd=folder)
+            opened = os.open(name, flags, dir_fd=folder)
+            if flags & os.O_DIRECTORY and not os.fstat(opened).st_mode & stat.S_IXUSR:
+                os.fchmod(opened, 0o700)
+            return opened
         except PermissionError:
             found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:

@@ -40,10 +40,6 @@ CWD_BYTES = 4096
 PLANTED_IN = ("/tests", "/logs", "/solution")  # where only the scoring box has files: what an agent puts there is told
 
 
-class StuckError(Exception):
-    """Some processes of the box do not end, whatever is done."""
-
-
 class Limits(NamedTuple):
     """Of one command; what worker.Worker asks of a request."""
 
@@ -109,6 +105,7 @@ class BoxWorker(Worker):
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that process 1 ignores it, and no fork raises by it
         adopt_orphans()
         limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         limit(resource.RLIMIT_CORE, 0)
@@ -125,14 +122,17 @@ class BoxWorker(Worker):
         message, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
         if not message or not fds:
             return False
+        do = ""
         try:
             with open(fds[0], "rb") as body:
                 (size,) = LENGTH.unpack(body.read(LENGTH.size))
                 request = json.loads(body.read(size))
-                serve = {"open": self.open, "run": self.run_command, "seal": self.seal}[request["do"]]
+                do = request["do"]
+                serve = {"open": self.open, "run": self.run_command, "seal": self.seal}[do]
                 answer, *blobs = serve(request, body)
         except Exception as exc:
-            send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": isinstance(exc, StuckError)})
+            # Programs of the box may have caused what fails after it is open: a control program decides.
+            send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": do in ("run", "seal")})
             return False
         send(self.connection, answer | {"bytes": sum(map(len, blobs))})
         for blob in blobs:
@@ -247,7 +247,7 @@ class BoxWorker(Worker):
         return report | {"left_behind": killed}, file
 
     def kill_everything(self) -> int:
-        """Kill all processes but this one; return how many there were. Raises StuckError."""
+        """Kill all processes but this one; return how many there were. Raises OSError if some do not end."""
         self.left = None
         pids = [name for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
         alive = sum(map(_is_alive, pids))
@@ -263,7 +263,7 @@ class BoxWorker(Worker):
                 return alive
             if not reaped:
                 if time.monotonic() > deadline:
-                    raise StuckError("processes of the box do not end")
+                    raise OSError("processes of the box do not end")
                 time.sleep(0.0002)
 
     def in_child(self, handle: Callable[[BinaryIO], dict[str, Any]], max_bytes: int) -> tuple[dict[str, Any], bytes]:
@@ -319,19 +319,24 @@ def pack(file: BinaryIO, paths: list[str], max_bytes: int, known: list[str]) -> 
     return {"missing": packed.missing, "dropped": packed.dropped, "strays": strays}
 
 
-def confine(worker: BoxWorker, max_file_bytes: int, address_space: int) -> None:
-    """Give up all that a program of the box may not do; for good."""
+def confine(worker: BoxWorker, max_file_bytes: int, address_space: int, *, is_readable: bool = True) -> None:
+    """Give up all that a program of the box may not do; for good.
+
+    Args:
+        is_readable: see `Isolation.confine`. What a fork has open before its exec is the worker's.
+    """
     os.setsid()
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     limit(resource.RLIMIT_FSIZE, max_file_bytes)
     limit(resource.RLIMIT_AS, address_space)
-    worker.layers.confine()
+    worker.layers.confine(is_readable=is_readable)
 
 
 def become_command(worker: BoxWorker, request: dict[str, Any], stdout: int, stderr: int, cwd: int) -> NoReturn:
     """Turn a fresh fork of the worker into bash."""
     try:
-        confine(worker, worker.disk_bytes + CHUNK, (worker.memory_limit_MB << 20) + EXTRA_ADDRESS_SPACE)
+        address_space = (worker.memory_limit_MB << 20) + EXTRA_ADDRESS_SPACE
+        confine(worker, worker.disk_bytes + CHUNK, address_space, is_readable=False)
         reset_signals()
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)

@@ -248,8 +248,12 @@ class Isolation:
         if "uid" in self.layers and "namespaces" not in self.layers:
             set_uid(self.uid)
 
-    def confine(self) -> None:
-        """Give up all privileges for good. From here on no file descriptor can do more than a program may."""
+    def confine(self, *, is_readable: bool = True) -> None:
+        """Give up all privileges for good. From here on no file descriptor can do more than a program may.
+
+        Args:
+            is_readable: other processes of the user may open what this one has open, by /proc.
+        """
         if not self.layers:
             return
         if self.layers & {"namespaces", "uid"}:  # else it would count processes that are not ours
@@ -258,7 +262,7 @@ class Isolation:
             namespaces.new_ipc()
         set_no_new_privs()
         drop_capabilities()
-        prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that it can read its own /proc/self
+        prctl(PR_SET_DUMPABLE, int(is_readable), 0, 0, 0)  # 1 also lets it read its own /proc/self
         prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # the kernel keeps a page of 2 MiB as long as any part of it is mapped
         if "landlock" in self.layers:
             self._enter_ruleset()

@@ -26,7 +26,32 @@ async def test_fork_bomb_ends_with_its_call(boxes, bomb):
         assert (await box.run("pgrep -c .")).stdout == "1\n"  # its bash
 
 
-@pytest.mark.parametrize("signal", ["KILL", "STOP", "TERM", "HUP"])
+async def test_what_a_fork_of_the_worker_has_open_is_out_of_reach(boxes):
+    """Until it becomes bash, a command has the worker's descriptors: pipes that report, and files of memory."""
+    spy = """
+import os, signal
+signal.alarm(20)
+open("ready", "w")
+while not os.path.exists("seen"):
+    for pid in os.listdir("/proc"):
+        try:
+            if pid.isdecimal():
+                found = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+                if any("memfd" in each for each in found):
+                    print(found, file=open("seen", "w"))
+        except OSError:
+            pass
+"""
+    async with attack(boxes, {"app/spy.py": spy}) as box:
+        await box.run(
+            "setsid python3 -I spy.py > /dev/null 2>&1 < /dev/null & while [ ! -e ready ]; do sleep 0.05; done"
+        )
+        for _ in range(100):
+            await box.run("sleep 0.02")
+        assert (await box.run("pkill python3; cat seen 2>&1")).stdout == "cat: seen: No such file or directory\n"
+
+
+@pytest.mark.parametrize("signal", ["KILL", "STOP", "TERM", "HUP", "INT"])
 async def test_signal_to_all_costs_only_the_call(boxes, signal):
     async with attack(boxes) as box:
         await box.run("sleep 100 & setsid sleep 100 &")
