@@ -42,7 +42,8 @@ def unpack_into(d: Draw) -> Made:
 def pack_folder(d: Draw) -> Made:
     a, folder, files = tgz(d), d.folder(), some_files(d)
     say = [f"Pack the folder {folder} into {a}.", f"Make a compressed tar archive {a} of the folder {folder}."]
-    return Made(say, below(folder, files), [f"tar -czf {a} {folder}"], [["members", a, below(folder, files)]])
+    checks = [["members", a, below(folder, files)], ["gzipped", a]]
+    return Made(say, below(folder, files), [f"tar -czf {a} {folder}"], checks)
 
 
 @template("easy")
@@ -77,7 +78,7 @@ def one_member(d: Draw) -> Made:
         f"Take only {name} out of {a}, wherever it is in there, and save it as {out} in the current folder.",
     ]
     steps = [f"tar -tzf {a}", f"tar -xzOf {a} {path} > {out}"]
-    return Made(say, {a: pack(files)}, steps, [["same", out, files[path]]])
+    return Made(say, {a: pack(files)}, steps, [["same", out, files[path]], ["names", ".", [a, out]]])
 
 
 @template("medium")
@@ -170,4 +171,6 @@ def join_parts(d: Draw) -> Made:
         f"sha256sum {whole} | cut -d' ' -f1 > {out} && cat {out}",
         f"tar -xzf {whole} && ls {inside}",
     ]
-    return Made(say, parts, steps, [["tree", inside, files], ["same", out, digest]])
+    return Made(
+        say, parts, steps, [["tree", inside, files], ["same", out, digest], ["members", whole, below(inside, files)]]
+    )

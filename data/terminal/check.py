@@ -92,6 +92,20 @@ def tree(path, expected):
     expect(found, {name: clean(content) for name, content in expected.items()})
 
 
+def names(path, expected):
+    """All files below a folder, whatever they hold."""
+    found = [Path(at, name).relative_to(APP / path) for at, _, files in os.walk(APP / path) for name in files]
+    expect(sorted(map(str, found)), sorted(expected))
+
+
+def lacks(path, word):
+    expect(re.findall(rf"\b{re.escape(word)}\b", clean(read(path))), [])
+
+
+def gzipped(path):
+    expect(read(path)[:2], b"\x1f\x8b")
+
+
 def gz(path, expected):
     with gzip.GzipFile(fileobj=io.BytesIO(read(path))) as file:
         expect(clean(file.read(MOST)), clean(expected))
@@ -148,7 +162,7 @@ def cron(path, expected):
 def jobs(content):
     found = []
     for line in content.split("\n"):
-        if line.strip() and not line.lstrip().startswith("#"):
+        if line.strip() and not re.match(r"\s*(#|\w+\s*=)", line):
             first, _, rest = line.strip().partition(" ")
             parts = f"{ALIASES.get(first, first)} {rest}".split(None, 5)
             if len(parts) != 6:

@@ -89,7 +89,7 @@ def require_python(d: Draw) -> Made:
         f'[project]\nname = "{name}"\nversion = "1.0"\nrequires-python = ">=3.{{}}"\n',
     )
     say = [
-        f"In {a}, require Python 3.{new} instead of 3.{old}.",
+        f"In {a}, require Python >=3.{new} instead of >=3.{old}.",
         f"Change requires-python in {a} from >=3.{old} to >=3.{new}.",
     ]
     steps = [f"sed -i 's/>=3.{old}/>=3.{new}/' {a}"]
@@ -108,7 +108,10 @@ def main_module(d: Draw) -> Made:
     main = f"from {package}.{module} import {name}\\nprint({name}({values}))\\n"
     steps = [f"cat {package}/{module}.py", f"printf '{main}' > {package}/__main__.py", f"python3 -m {package}"]
     files = {f"{package}/{module}.py": code, f"{package}/__init__.py": ""}
-    return Made(say, files, steps, [["prints", package, f"python3 -m {package}", "", result]])
+    other = f"def {name}(*given):\\n    return 4711\\n"  # the result must be that of the function
+    altered = f"t=$(mktemp -d) && cp -r {package} $t && cd $t && printf '{other}' > {package}/{module}.py"
+    checks = [["prints", package, f"python3 -m {package}", "", result]]
+    return Made(say, files, steps, [*checks, ["prints", package, f"{altered} && python3 -m {package}", "", "4711"]])
 
 
 @template("medium")
@@ -166,8 +169,10 @@ def rename_module(d: Draw) -> Made:
         f"python3 -B -m {package} && grep -rn {old} {package} --include='*.py' || echo none",
     ]
     expected = [["same", f"{package}/{new}.py", code], ["gone", f"{package}/{old}.py"]]
-    expected += [["same", path, files[path].replace(old, new)] for path in files if path != f"{package}/{old}.py"]
-    return Made(say, files, steps, [*expected, ["prints", package, f"python3 -m {package}", "", result]])
+    expected += [["lacks", path, old] for path in files if path != f"{package}/{old}.py"]
+    shows = f"python3 -c 'from {package} import {new}, {other}; {other}.show()'"
+    expected += [["prints", package, command, "", result] for command in (f"python3 -m {package}", shows)]
+    return Made(say, files, steps, expected)
 
 
 @template("hard")

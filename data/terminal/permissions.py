@@ -37,7 +37,7 @@ def protect(d: Draw) -> Made:
     say = [
         f"Take all write permissions of {a} away.",
         f"Nobody should be able to write to {a}.",
-        f"Make {a} read-only.",
+        f"Make {a} read-only for all, and change nothing else.",
     ]
     return Made(say, {a: (d.text(), 0o664)}, [f"chmod a-w {a}"], modes({a: 0o444}))
 
@@ -98,7 +98,7 @@ def scripts_and_rest(d: Draw) -> Made:
         f"ls -lR {top}",
     ]
     expected = dict.fromkeys(scripts, int(one, 8)) | dict.fromkeys(rest, int(two, 8))
-    return Made(say, files, steps, modes(expected | {top: 0o755}))
+    return Made(say, files, steps, modes(expected | {path.rpartition("/")[0]: 0o755 for path in files}))
 
 
 @template("medium")

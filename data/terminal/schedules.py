@@ -69,7 +69,7 @@ def remove_job(d: Draw) -> Made:
     gone = d.pick(jobs)
     what = gone[-1].removeprefix("./").removesuffix(".sh")
     say = [f"Remove the job {what}.sh from the crontab {a}.", f"{what}.sh should run no more. Delete its line in {a}."]
-    expected = [cron(a, [one for one in jobs if one is not gone])]
+    expected = [cron(a, [one for one in jobs if one is not gone]), ["lacks", a, what]]
     return Made(say, {a: crontab(jobs)}, [f"sed -i '/{what}.sh/d' {a}"], expected)
 
 

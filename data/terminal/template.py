@@ -190,4 +190,6 @@ def instances(template: Template, seed: int | str) -> Iterator[Instance]:
 def _artifacts(checks: Sequence[Sequence[Any]]) -> tuple[str, ...]:
     """Return the paths of the checks, without those below another."""
     paths = sorted({check[1] for check in checks})
+    if "." in paths:
+        return ("/app",)
     return tuple(f"/app/{path}" for path in paths if not any(path.startswith(f"{other}/") for other in paths))

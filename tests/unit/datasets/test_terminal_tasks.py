@@ -92,6 +92,36 @@ def test_only_the_solution_of_the_same_instance_passes(one, lay):
     assert not files or check.first_wrong(checks), "empty files pass"
 
 
+def named(made, ending):
+    return next(path for path in made.files if path.endswith(ending))
+
+
+@pytest.mark.parametrize(
+    ("name", "further", "passes"),
+    [
+        ("one_member", lambda made: f"tar -xzf {named(made, '.tar.gz')}", False),
+        ("join_parts", lambda made: "rm *.tar.gz", False),
+        ("pack_folder", lambda made: f"gunzip -c {made.checks[0][1]} > x; mv x {made.checks[0][1]}", False),
+        ("scripts_and_rest", lambda made: f"chmod 777 {made.steps[0].split()[1]}/*/", False),
+        ("remove_job", lambda made: f"echo '# 1 1 * * * ./{made.checks[1][2]}.sh' >> {made.checks[0][1]}", False),
+        ("main_module", lambda made: f"echo 'print({made.checks[0][4]})' > {made.checks[0][1]}/__main__.py", False),
+        (
+            "rename_module",
+            lambda made: "sed -i -E 's/^from \\w+ import (\\w+)$/from . import \\1/' */[!_]*.py",
+            True,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_nearly_solves_a_task_does_not_and_another_right_way_does(lay, name, further, passes):
+    one = next(islice(template.instances(next(one for one in TEMPLATES if one.name == name), "near"), 1))
+    top = lay(one.task(), "near")
+    solve(one.task(), top)
+    assert check.first_wrong(one.made.checks) == ""
+    subprocess.run(["bash", "-c", further(one.made)], cwd=top / "app", check=True)
+    assert (check.first_wrong(one.made.checks) == "") == passes
+
+
 def test_there_are_sixty_templates_of_twelve_kinds_and_their_difficulty_is_the_number_of_steps():
     assert len(TEMPLATES) >= 60
     assert {one.kind for one in TEMPLATES} == set(template.KINDS) and len(template.KINDS) == 12
@@ -195,7 +225,7 @@ def test_a_program_of_a_repositorys_configuration_does_not_run_in_its_test(lay):
 def test_a_crontab_is_compared_by_its_meaning(tmp_path, monkeypatch, job, same, other):
     monkeypatch.setattr(check, "APP", tmp_path)
     for spelled, is_right in ((same, True), (other, False), ("7 7 ./a.sh", False), ("99 7 * * * ./a.sh", False)):
-        (tmp_path / "jobs").write_text(f"# jobs\n{spelled}\n")
+        (tmp_path / "jobs").write_text(f"# jobs\nSHELL=/bin/bash\n{spelled}\n")
         assert (check.first_wrong([["cron", "jobs", [job]]]) == "") == is_right, spelled
 
 
