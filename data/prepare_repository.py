@@ -136,6 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
     write_tables(outcomes, args)
     kept = sum(outcome.task is not None for outcome in outcomes)
     print(f"{kept} of {len(outcomes)} changes are tasks")
+    if not kept:
+        raise SystemExit("So there is nothing to train on. The lines above say why each change was left out.")
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ TRAJECTORIES = pa.schema(
         "timings": TIMINGS,
         "sampling": pa.string(),  # JSON: seeds, temperature, top_p, top_k
         "tool_use": pa.string(),  # JSON: the counts of rollout/tool_use.py
-        # base64 of what its environment scores again without the model, such as files (`python -m verl_ext.environments
-        # reverify`); null if nothing is kept
+        # Base64 of the files from which the environment can score the episode again (`python -m verl_ext.environments
+        # reverify`); null if the environment keeps none.
         "evidence": pa.string(),
     }
 )

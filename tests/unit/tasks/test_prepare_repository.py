@@ -69,9 +69,9 @@ def test_a_package_that_the_sandbox_has_makes_no_task(box_server, tmp_path, caps
     repositories.commit(tmp_path / "iniconfig", files, "Begin")
     fix = {path.replace("words/", "iniconfig/"): text for path, text in repositories.FIX.items()}
     repositories.commit(tmp_path / "iniconfig", fix, "Fix")
-    prepare_repository.main(
-        ["from-git", str(tmp_path / "iniconfig"), "--out", str(tmp_path / "out"), "--sandbox", box_server.url]
-    )
+    given = ["from-git", str(tmp_path / "iniconfig"), "--out", str(tmp_path / "out"), "--sandbox", box_server.url]
+    with pytest.raises(SystemExit, match="nothing to train on"):
+        prepare_repository.main(given)
     said = capsys.readouterr().out
     assert "dropped: the sandbox has package iniconfig, in which an agent could read the fix" in said
     assert "0 of 1 changes are tasks" in said

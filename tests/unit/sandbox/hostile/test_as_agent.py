@@ -12,7 +12,7 @@ FILES = {"tests/secret": SECRET, "logs/old": SECRET, "solution/solve.sh": SECRET
     [
         "cat /tests/secret /logs/old /solution/solve.sh /tmp/expected",
         "ls /tests /logs /solution /tmp /home/agent /",
-        "cat /proc/self/root/tests/secret /proc/self/cwd/../tests/secret /proc/1/root/tests/secret",
+        "for of in self/root self/cwd/.. 1/root; do cat /proc/$of/tests/secret; done",
         "ln -s /tests/secret /app/l; cat /app/l",
         "ln /tests/secret /app/h; cat /app/h",
         "mv /tests/secret /app/h; cat /app/h",

@@ -57,7 +57,7 @@ ln -s /app /solution/link; echo mine > /tests/given; touch /tests/deep/new
         ("ln -s ../tests/secret out", "leaves"),
         ("mkdir in; ln -s in/../../tests/secret out", "leaves"),
         ("ln -s ../../../../../../tests/secret out", "leaves"),
-        ("ln -s /proc/self/root/tests/secret out", "leaves"),
+        ("top=root; ln -s /proc/self/$top/tests/secret out", "leaves"),
         ("ln -s '' out 2>/dev/null || ln -s / out", "leaves"),
         ("mkfifo out", "FIFO"),
         ("python3 -c 'import os; os.mknod(\"out\", 0o10666)'", "FIFO"),
