@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
 from itertools import chain
@@ -71,6 +71,7 @@ class Call:
     arguments: dict[str, Any]
     start: int  # where it begins in the turn's text
     repaired: bool = False  # its JSON was not valid, and `retool.repair_json` made it so
+    end: int = field(default=0, compare=False)  # where its closing tag ends; 0 in the code protocol
 
 
 class ToolProtocol(Protocol):

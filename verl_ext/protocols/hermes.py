@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import Call, ChatReply, MalformedCall, strip_fence
@@ -109,7 +110,8 @@ class HermesProtocol:
             if end is None:
                 continue
             try:
-                return self._call(text[body_start:end], start, tools), end + len(CALL_STOP)
+                call = self._call(text[body_start:end], start, tools)
+                return replace(call, end=end + len(CALL_STOP)), end + len(CALL_STOP)
             except MalformedCall as error:
                 refused = error
                 if error.kind != "bad_json":  # it is JSON, up to this end
