@@ -129,7 +129,10 @@ class Reply:
 
 @dataclass
 class Turn:
-    """A turn of the model, and what its calls said. `end` is the text of the end token that ends `text`, "" if none."""
+    """A turn of the model, and what its calls said. `end` is the text of the end token that ends `text`, "" if none.
+
+    An agent's turns may form a tree, which has several rows; `start` is then a place in the turn's own row.
+    """
 
     text: str
     tokens: int
@@ -140,6 +143,8 @@ class Turn:
     calls: list[TurnCall] = field(default_factory=list)
     reply: Reply | None = None
     end: str = ""
+    parent: int | None = None  # index in `Episode.turns` of the turn it continues from; None: the one before it
+    row: int = 0  # index in `Episode.rows` of the row that trains it
 
 
 @dataclass
@@ -204,6 +209,24 @@ class ToolUse:
         return self.ok + self.failed
 
 
+@dataclass
+class AgentUse:
+    """What an agent that has only a base_url did with it (gateway/), in one episode."""
+
+    requests: int = 0
+    turns: int = 0  # answers of the model; as many as `extended`, `first` and `forks` together
+    extended: int = 0  # turns that continue from the tokens of an earlier turn
+    first: int = 0  # turns that begin a conversation
+    forks: dict[str, int] = field(default_factory=Counter)  # turns on a prompt that was rendered anew, by reason
+    joined: int = 0  # retries that joined a running request, or got its stored answer again
+    repeats: int = 0  # requests with the body of another that were no retry: each got an answer of its own
+    undelivered: int = 0  # answers that no client waited for
+    rows: int = 0
+    rows_left_out: int = 0  # the oldest, beyond `max_rows`
+    masked_tokens: int = 0  # sampled tokens of these turns that stand in a row without training there, or in none
+    agent_s: float = 0.0  # the agent's own seconds: no request was open
+
+
 @dataclass(frozen=True)
 class Score:
     """What became of one response.
@@ -263,6 +286,7 @@ class Episode:
         rows: what it is trained on as: one row, if the response only grew.
         finish_reason: why the loop ended it: a `RolloutEnd`, or another project's word. `end` also knows the verdict.
         use: None if another project's loop ran, which counts nothing.
+        agent: None if no agent with a base_url made the episode.
         score: what its environment says of it; None: the reward manager scores it.
         reward: None until it is scored.
         turns, prompt, sampling, opening, protocol: for the records; they do not go through verl's queue.
@@ -276,6 +300,7 @@ class Episode:
     rows: list[TokenRow] = field(default_factory=list)
     finish_reason: str = ""
     use: ToolUse | None = None
+    agent: AgentUse | None = None
     score: Score | None = None
     reward: Reward | None = None
     turns: list[Turn] = field(default_factory=list)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from verl_ext.episode import (
     SUMMARY,
+    AgentUse,
     Episode,
     EpisodeKey,
     Reward,
@@ -188,6 +189,7 @@ episodes = made(
     rows=st.lists(made(TokenRow), max_size=3),
     finish_reason=st.sampled_from(RolloutEnd) | st.text(),
     use=st.none() | made(ToolUse),
+    agent=st.none() | made(AgentUse),
     score=st.none() | made(Score, verdict=st.sampled_from(["correct", "unknown"])),
     reward=st.none() | st.builds(Reward, seconds, st.just({"acc": 1.0})),
     turns=st.lists(st.builds(Turn, st.text(), places, places, st.none(), seconds, seconds), max_size=2),
