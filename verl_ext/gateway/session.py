@@ -251,6 +251,7 @@ class Session:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
+        may_call: bool = True,
         started_s: float | None = None,
         generate_s: float = 0.0,
     ) -> Node:
@@ -259,6 +260,7 @@ class Session:
         Args:
             max_tokens: that the servers were asked for.
             stop: the client's stop strings.
+            may_call: a call is told as a call; else as the text that the model wrote.
         Raises:
             Refused: the servers gave the request up, or the session has ended. Nothing is stored.
         """
@@ -271,7 +273,7 @@ class Session:
         stops = [at for each in stop if (at := text.find(each)) >= 0]
         shown, is_over = text[: min(stops)] if stops else text, bool(end or stops)
         parser, thinking = self.template.parser, place.thinking
-        content, calls = told(shown, place.tools, ended=is_over, parser=parser, thinking=thinking)
+        content, calls = told(shown, may_call and place.tools, ended=is_over, parser=parser, thinking=thinking)
         message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
         finish = "tool_calls" if calls else "stop" if is_over else "length"
         started_s = time.time() if started_s is None else started_s

@@ -2,13 +2,14 @@
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import pytest
 
+from tests.unit.gateway.clients import Room, opened
 from verl_ext.gateway.session import Node, Sampled, Session
 from verl_ext.gateway.template import Template
 
@@ -140,3 +141,17 @@ def policy(templates: dict[str, Template]) -> Any:
         return Policy(Session(templates[name], **{"max_context": 5000} | settings))
 
     return make
+
+
+@pytest.fixture
+async def plain(tokenizer: Any) -> AsyncIterator[Room]:
+    """A session of the tiny task's model, whose template shows no tools, behind a real server."""
+    async with opened(tokenizer) as room:
+        yield room
+
+
+@pytest.fixture
+async def qwen(qwen_tokenizer: Any) -> AsyncIterator[Room]:
+    """A session with Qwen2.5's template behind a real server."""
+    async with opened(qwen_tokenizer) as room:
+        yield room
