@@ -28,8 +28,8 @@ from verl_ext.evaluation.store import Store
 from verl_ext.outcome import UNVERIFIED, RolloutEnd
 from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.reward.rewarder import Rewarder
+from verl_ext.rollout.base import EpisodeLoop
 from verl_ext.rollout.lives import BY_ENVIRONMENT
-from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.servers import Server, ServerFailure
 from verl_ext.rollout.standalone import make_loop
@@ -98,12 +98,14 @@ class Sampler:
         self._sandbox = config.retool.sandbox
         tools = load_tools(rollout.multi_turn, REPO)
         self._make_loop = functools.partial(make_loop, config, server, tokenizer, tools, hf_model_type=hf_model_type)
-        self._loops: dict[str, RetoolAgentLoop] = {}
+        self._loops: dict[str, EpisodeLoop] = {}
         self._reward = Rewarder(config, tokenizer)
         self._failed_in_a_row: list[str] = []
 
     async def aclose(self) -> None:
-        """Close the connections to the sandbox."""
+        """Close the agent loops, and the connections to the sandbox."""
+        for loop in self._loops.values():
+            await loop.aclose()
         await shared_client(self._sandbox).aclose()
 
     async def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +207,7 @@ class Sampler:
         use = msgspec.json.decode(row["tool_use"], type=ToolUse)
         return Episode(key, rows=[TokenRow(ids=ids, model_spans=spans)], finish_reason=finish_reason, use=use)
 
-    def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:
+    def _loop(self, row: Mapping[str, Any]) -> EpisodeLoop:
         name = row.get("agent_name") or self._default_loop
         if name not in self._protocols:
             raise DataError(

@@ -1,9 +1,9 @@
 """A rollout: the model writes, a tool answers, the model continues.
 
-`loop.py` is the agent loop of one rollout, `encoded_prompts.py` has its prompts, `response.py` what it keeps of a
-response; `scored.py` adds the reward, and
-`rows.py` writes the episode as verl's rows. `workers.py` runs many; `group_reports.py` reports them to the recorder,
-which `recorder_actor.py` starts. `reward_manager.py` is verl's door to the reward.
+`base.py` has what every agent loop shares, and `loop.py` is the one in which the model plays by itself.
+`encoded_prompts.py` has its prompts, `response.py` what it keeps of a response, `sampled.py` reads what a server sent;
+`scored.py` adds the reward, and `rows.py` writes the episode as verl's rows. `workers.py` runs many; `group_reports.py`
+reports them to the recorder, which `recorder_actor.py` starts. `reward_manager.py` is verl's door to the reward.
 `client.py` asks verl's servers; `servers.py` are those of commands outside of a run, for which `standalone.py` makes
 loop and tokenizer; `scripted.py` rolls out without a model or a sandbox.
 `tool_use.py` counts what a rollout did with tools, `stops.py` says where the engine stops within a turn, `log_probs.py`

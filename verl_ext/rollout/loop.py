@@ -6,18 +6,14 @@ model (mask 0, log-prob 0). The settings are `retool.*` in the run's YAML. agent
 registers `retool_code` and `retool_hermes`.
 """
 
-import functools
 import logging
 import math
 import os
-import pkgutil
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, ToolListWrap
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.environments.base import selected
@@ -28,74 +24,30 @@ from verl_ext.protocols.base import (
     Call,
     MalformedCall,
     SegmentEncoder,
-    checked_kwargs,
     cut_reply,
 )
-from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.thinking import THINK_STOP
-from verl_ext.rollout.client import TURN, TurnRequests
-from verl_ext.rollout.encoded_prompts import EncodedPrompts
+from verl_ext.rollout.base import EpisodeLoop
 from verl_ext.rollout.lives import Life
-from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.response import Rollout
-from verl_ext.rollout.rows import to_outputs
-from verl_ext.rollout.seeds import seed_of
-from verl_ext.rollout.ways import Way, Ways
+from verl_ext.rollout.sampled import sampled
+from verl_ext.rollout.ways import Way
 from verl_ext.rollout.weight_versions import joined, spans_of
-from verl_ext.settings import Retool
-from verl_ext.settings.checks import check
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-# Stop reasons of a request that ended by neither the model nor its budget (vllm/v1/engine/__init__.py:43).
-FAILED_STOPS = ("aborted", "abort", "error")
-_FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
 _CUT_STEP = 8  # tokens; if a reply does not fit, this many more than the excess are cut from each output
 
 
-class _FinalOutputOnly:
-    """Unpickles in vLLM's process as the enum that asks for one message per request instead of one per token.
+class RetoolAgentLoop(EpisodeLoop):
+    """See the module's docstring, and `EpisodeLoop` for arguments and errors."""
 
-    To use the enum itself, this process would have to import vLLM, which takes 3 s.
-    """
-
-    def __reduce__(self) -> tuple:
-        return pkgutil.resolve_name, (_FINAL_ONLY,)
-
-
-class RetoolAgentLoop(AgentLoopBase):
-    """See the module's docstring.
-
-    Args:
-        tools: those of `rollout.multi_turn.tool_config_path`, for the hermes protocol. Of one that is called
-            `code_interpreter`, only the schema is used; code always runs by `retool.sandbox`.
-        protocol: a name of by_name.py; None takes that of the row's domain, or `retool.protocol`.
-    Raises:
-        ValueError: a setting of `retool` is unknown, missing or out of range, an environment cannot be made, or the
-            trainer needs log-probs that no server is asked for.
-    """
-
-    shared = True  # `run` keeps a sample's state in local variables, so LeanAgentLoopWorker uses one instance for all
-
-    def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.apply_chat_template_kwargs = checked_kwargs(self.tokenizer, self.apply_chat_template_kwargs)
-        self.continuous_token_builder.chat_template_kwargs = self.apply_chat_template_kwargs
-        check_log_probs_are_sent(self.config)
         settings = self.config.retool
-        check(settings, Retool)
         self.run_last_code = settings.run_last_code
         self.max_malformed_calls = settings.max_malformed_calls
-        self.is_recorded = settings.recorder.enable
-        make = functools.partial(
-            make_protocol,
-            tokenizer=self.tokenizer,
-            template_kwargs=self.apply_chat_template_kwargs,
-            max_parallel_calls=self.rollout_config.multi_turn.max_parallel_calls,
-            repair_json=settings.repair_json,
-        )
-        self.ways = Ways(self.config, protocol, make, self.tokenizer, tools.tools if tools else [])
         self._encoder = SegmentEncoder(self.tokenizer)
         self.end_ids = set(self.tokenizer.all_special_ids)
         # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
@@ -103,31 +55,8 @@ class RetoolAgentLoop(AgentLoopBase):
         added = self.tokenizer.added_tokens_decoder.items()
         stops = {THINK_STOP, *(way.protocol.stop for way in self.ways)}
         self.special_ids = {i for i, token in added if token.special and token.content not in stops}
-        self._prompts = EncodedPrompts(lambda messages, tools: self.ct_build_initial_tokens(messages, tools=tools))
-        self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
-        self._output_kind = pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()
-        self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
-        self._is_repeatable = settings.get("repeatable", False)
 
-    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> list[AgentLoopOutput]:
-        """Roll out one sample for verl's own workers; see `AgentLoopBase.run`."""
-        return to_outputs(await self.roll_out(sampling_params, priority, **kwargs))
-
-    async def roll_out(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Episode:
-        """Roll out one sample.
-
-        Args:
-            kwargs: columns of the data set. The loop reads `raw_prompt`, `uid`, `session_id`, `tools_kwargs`, and
-                `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all). In
-                validation the worker adds `call_retries` (`_run_call`).
-        Raises:
-            ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
-        """
-        way = self.ways.of(kwargs)
-        async with Life(way).opened(kwargs) as life:
-            return await self._run_in(life, way, sampling_params, priority, kwargs)
-
-    async def _run_in(
+    async def play(
         self, life: Life, way: Way, sampling_params: dict[str, Any], priority: int, task: Mapping[str, Any]
     ) -> Episode:
         key, tools, protocol = (
@@ -136,7 +65,7 @@ class RetoolAgentLoop(AgentLoopBase):
             way.protocol,
         )
         messages = protocol.prompt(life.opening.messages)
-        prompt_ids = await self._prompts.ids(key.uid, messages, protocol.schemas(tools))
+        prompt_ids = await self.prompts.ids(key.uid, messages, protocol.schemas(tools))
         rollout = Rollout(key, prompt_ids, limit=way.limits.response_tokens, stop=protocol.stop)
         if self.is_recorded:
             rollout.episode.protocol = protocol.name
@@ -148,9 +77,8 @@ class RetoolAgentLoop(AgentLoopBase):
         request_id = uuid4().hex
         reason = None
         while reason is None:
-            params = sampling_params | {"output_kind": self._output_kind} | way.stops.params(rollout.stop)
-            if self._is_repeatable:  # a separate seed per request, so neither their order nor their batch matters
-                params["seed"] = seed_of(self._seeds["rollout"], key.uid, key.session, rollout.requests)
+            params = self.request_params(sampling_params, key.uid, key.session, rollout.requests)
+            params |= way.stops.params(rollout.stop)
             text, ended, aborted = await self._model_turn(rollout, life, way, params, request_id, priority)
             if rollout.is_turn_open:
                 continue
@@ -219,20 +147,18 @@ class RetoolAgentLoop(AgentLoopBase):
         if not rollout.is_turn_open:
             rollout.begins_thinking = way.stops.begins_thinking(row.prompt_ids + row.ids)
         thinking, so_far = rollout.begins_thinking, row.ids[start:]
-        ids = list(output.token_ids)
-        log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
-        aborted = output.stop_reason in FAILED_STOPS
+        written = sampled(output, params)
+        ids, aborted = written.ids, written.failed is not None
+        log_probs = [0.0] * len(ids) if written.log_probs is None else written.log_probs
         text = self.tokenizer.decode(so_far + ids)
         if not aborted and (kept := way.stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(so_far + ids)
-        requests = output.extra_fields.pop(TURN, None)
-        if requests is None:  # of another client
-            requests = TurnRequests(written=[(len(ids), output.extra_fields.get("global_steps"))])
-        row.version_spans = joined(row.version_spans, spans_of(requests.written, len(row.ids), len(ids)))
-        episode.from_server = output.extra_fields
-        episode.lost_servers += requests.lost
-        turn = Turn(text, len(so_far) + len(ids), start, requests.server or None, started_s, seconds)
+        written_by = [(end - begin, version) for begin, end, version in written.spans]
+        row.version_spans = joined(row.version_spans, spans_of(written_by, len(row.ids), len(ids)))
+        episode.from_server = written.from_server
+        episode.lost_servers += written.lost
+        turn = Turn(text, len(so_far) + len(ids), start, written.server, started_s, seconds)
         rollout.add_to_turn(ids, log_probs, turn)
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         ended = bool(ids) and ids[-1] in end_ids
@@ -289,7 +215,7 @@ class RetoolAgentLoop(AgentLoopBase):
             return RolloutEnd.TIMEOUT
         if ends := next((result.ends for result in results if result.ends), None):
             for call, result in zip(to_run, results, strict=True):
-                rollout.count_call(call, result.error)
+                rollout.counts.add(call, result.error)
             return ends
         if to_run and use.first_call_token is None:
             start, end = rollout.row.model_spans[-1]
@@ -297,12 +223,12 @@ class RetoolAgentLoop(AgentLoopBase):
         remaining, texts, errors = iter(results), [], []
         for call in calls:
             if isinstance(call, MalformedCall):
-                rollout.pass_malformed()
+                rollout.counts.pass_malformed()
                 texts.append(_encodable(str(call)))
                 errors.append(texts[-1])
                 continue
             result = next(remaining)
-            rollout.count_call(call, result.error)
+            rollout.counts.add(call, result.error)
             texts.append(_encodable(result.output))
             errors.append(_encodable(result.complaint))
         reply, text, shown = self._encode_reply(way, texts, errors, ended, rollout.room - answer_tokens)
@@ -338,17 +264,9 @@ class RetoolAgentLoop(AgentLoopBase):
             share = max(0, share - math.ceil(excess / len(texts)) - _CUT_STEP)
 
     def _ended(self, rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]) -> Episode:
-        episode, row = rollout.episode, rollout.row
-        if not row.ids:  # aborted before its first token; verl's tensors need one, and nothing trains on it
+        if not rollout.row.ids:  # aborted before its first token; verl's tensors need one, and nothing trains on it
             rollout.add_reply([self.tokenizer.eos_token_id])
-        if not wants_log_probs(sampling_params):
-            row.log_probs = None
-        episode.finish_reason = reason
-        if self.is_recorded:
-            episode.prompt = self._prompt_text(tuple(row.prompt_ids))
-            sampling = {name: sampling_params.get(name) for name in ("temperature", "top_p", "top_k")}
-            episode.sampling = {"seeds": self._seeds, **sampling}
-        return episode
+        return self.ended(rollout.episode, reason, sampling_params)
 
 
 def _encodable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the agent loop (loop.py) keeps of an episode while its one response grows."""
+"""What the agent loops keep of an episode while it grows: loop.py its one response, all of them the counts of calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,6 +6,32 @@ from typing import Any
 
 from verl_ext.episode import Episode, EpisodeKey, Reply, TokenRow, ToolUse, Turn
 from verl_ext.protocols.base import Call
+
+
+@dataclass
+class CallCounts:
+    """Counts the calls of an episode, in their order."""
+
+    use: ToolUse
+    _last_failed: bool = False  # the newest call was malformed, or did not end well
+
+    def add(self, call: Call, error: str | None) -> None:
+        """Count one call that was run; `error` is None if it ended well."""
+        use = self.use
+        if error is None:
+            use.ok += 1
+            use.fixed += self._last_failed
+        else:
+            use.errors[error] += 1
+        self._last_failed = error is not None
+        use.json_repairs += call.repaired
+        code: Any = call.arguments.get("code")
+        if isinstance(code, str):
+            use.code_lines += sum(bool(line.strip()) for line in code.splitlines())
+
+    def pass_malformed(self) -> None:
+        """Note that a malformed call comes next in the order of the calls."""
+        self._last_failed = True
 
 
 @dataclass
@@ -20,10 +46,11 @@ class Rollout:
     is_turn_open: bool = False  # the newest turn continues with the next request
     begins_thinking: bool = False  # the newest turn began within the thinking that prompt or reply opened
     episode: Episode = field(init=False)
-    _last_failed: bool = False  # the newest call was malformed, or did not end well
+    counts: CallCounts = field(init=False)
 
     def __post_init__(self) -> None:
         self.episode = Episode(self.key, rows=[TokenRow(self.prompt_ids)], use=ToolUse())
+        self.counts = CallCounts(self.episode.use)
 
     @property
     def row(self) -> TokenRow:
@@ -60,21 +87,3 @@ class Rollout:
         self.row.ids += ids
         self.row.mask += [0] * len(ids)
         self.row.log_probs += [0.0] * len(ids)
-
-    def count_call(self, call: Call, error: str | None) -> None:
-        """Count one call that was run; `error` is None if it ended well."""
-        use = self.use
-        if error is None:
-            use.ok += 1
-            use.fixed += self._last_failed
-        else:
-            use.errors[error] += 1
-        self._last_failed = error is not None
-        use.json_repairs += call.repaired
-        code: Any = call.arguments.get("code")
-        if isinstance(code, str):
-            use.code_lines += sum(bool(line.strip()) for line in code.splitlines())
-
-    def pass_malformed(self) -> None:
-        """Note that a malformed call comes next in the order of the calls."""
-        self._last_failed = True

@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.protocols.code import CODE_START
 from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
-from verl_ext.rollout.loop import FAILED_STOPS
+from verl_ext.rollout.sampled import FAILED_STOPS
 
 # The `sampling_params` that every server gets, so that no generation_config.json decides instead.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}

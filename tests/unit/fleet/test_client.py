@@ -135,7 +135,7 @@ def test_a_server_that_is_out_of_reach_for_long_is_a_loss(ask, monkeypatch):
 
 @pytest.mark.parametrize("loses", ["", "OutOfMemoryError"])
 def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask, loses):
-    from verl_ext.rollout.loop import FAILED_STOPS
+    from verl_ext.rollout.sampled import FAILED_STOPS
 
     servers = {name: Server(3, dies_after=1, loses=loses) for name in "abcd"}
     output, turn, balancer = ask(servers)
@@ -147,7 +147,7 @@ def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask
 
 
 def test_a_turn_waits_for_a_server_if_none_is_left_and_fails_if_none_comes(ask):
-    from verl_ext.rollout.loop import FAILED_STOPS
+    from verl_ext.rollout.sampled import FAILED_STOPS
 
     output, _, _ = ask({"a": Server(3, dies_after=2)})
     assert output.stop_reason in FAILED_STOPS and output.token_ids == TEXT[:2]
@@ -172,7 +172,7 @@ def test_a_turn_waits_for_a_router_that_cannot_be_reached_as_for_a_server(ask, m
     from ray.exceptions import ActorUnavailableError
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-    from verl_ext.rollout.loop import FAILED_STOPS
+    from verl_ext.rollout.sampled import FAILED_STOPS
 
     acquire, calls = GlobalRequestLoadBalancer.acquire_server, []
 
@@ -221,7 +221,7 @@ def test_a_router_that_is_gone_is_a_failure_of_infrastructure_not_of_servers(ask
     from ray.exceptions import RayActorError
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-    from verl_ext.rollout.loop import FAILED_STOPS
+    from verl_ext.rollout.sampled import FAILED_STOPS
 
     acquire, calls = GlobalRequestLoadBalancer.acquire_server, []
 
@@ -246,7 +246,7 @@ def test_a_router_that_hangs_does_not_hang_the_turn(ask, monkeypatch, hangs):
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
     from verl_ext.fleet import client as clients
-    from verl_ext.rollout.loop import FAILED_STOPS
+    from verl_ext.rollout.sampled import FAILED_STOPS
 
     async def hang(self, *args, **kwargs):
         await asyncio.Event().wait()

@@ -9,11 +9,11 @@ from verl_ext.rollout.tool_use import tool_metrics
 def test_a_failed_or_malformed_call_is_fixed_by_the_next_one_that_ends_well():
     rollout, call = Rollout(EpisodeKey("u", 0), [], limit=9), Call("code_interpreter", {"code": "x\n\n y"}, 0)
     for error in ("NameError", "NameError", None, None):  # the second error was not fixed by the first repair
-        rollout.count_call(call, error)
-    rollout.pass_malformed()
+        rollout.counts.add(call, error)
+    rollout.counts.pass_malformed()
     for _ in range(2):  # the second came before a malformed one
-        rollout.count_call(call, None)
-    rollout.pass_malformed()
+        rollout.counts.add(call, None)
+    rollout.counts.pass_malformed()
     use = rollout.use
     assert (use.ok, use.fixed, use.calls, use.failed) == (4, 2, 6, 2)
     assert use.errors == {"NameError": 2} and use.code_lines == 6 * 2
