@@ -50,6 +50,8 @@ def normal(message: Any) -> dict[str, Any]:
         return found | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
     if role == "assistant":
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise Refused(f"tool_calls: expected a list, got {calls!r:.200}")
             found["tool_calls"] = [*map(_call, calls)]
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str) and THINK_STOP not in found["content"]:  # else it is said twice

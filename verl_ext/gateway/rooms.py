@@ -195,7 +195,10 @@ class Room:
 
     async def _turn(self, asked: Asked) -> Answer:
         session = self.session
-        place = session.place(asked.messages, asked.tools, is_open=asked.is_open)
+        try:
+            place = session.place(asked.messages, asked.tools, is_open=asked.is_open)
+        except RecursionError:
+            raise Refused("The messages or tools are nested too deeply.") from None
         prompt_ids = place.prompt_ids
         room = session.max_context - len(prompt_ids)
         max_tokens = min(asked.max_tokens or room, room)
