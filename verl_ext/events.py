@@ -51,13 +51,11 @@ class Selection:
         fillers: uids of groups that are not useful, and complete the batch; their advantages are set to 0.
         baseline_only: episodes and copies that are in the baseline of their group, but not in the loss.
         left_out: episode of these groups -> why it is not in the loss.
-        has_several_rows: whether an episode of the batch has, so that groups differ in their number of rows.
     """
 
     fillers: frozenset[str] = frozenset()
     baseline_only: frozenset[EpisodeKey] = frozenset()
     left_out: Mapping[EpisodeKey, str] = field(default_factory=dict)
-    has_several_rows: bool = False
 
     def trains(self, key: EpisodeKey) -> bool:
         """Tell whether a row of the batch is in the loss."""

@@ -204,6 +204,7 @@ TABLE: dict[str, list[Patch]] = {
     "verl_ext/trainer/advantages.py": [
         registry(f"{ALGOS}.register_adv_est", "our estimators", "140600c8", PUBLIC),
         replaced(f"{BASE}.compute_advantage_for_multi_trajectories", "exclusions, several rows", "54f3b2f6"),
+        replaced(f"{BASE}.compute_rollout_correction_and_add_to_batch", "several rows are one response", "d6e9c795"),
     ],
     "verl_ext/trainer/gradient_accumulation.py": [
         replaced(f"{ENGINE}._gradient_sync_context", "it frees weights in each backward pass", "01fc3d3e"),
@@ -249,6 +250,7 @@ TABLE: dict[str, list[Patch]] = {
         overridden(f"{TRAINER}._compute_old_log_prob", "requests sum_pi_squared", "21f8c482"),
         overridden(f"{SEPARATE}._compute_old_log_prob", "requests sum_pi_squared", "33771f19"),
         overridden(f"{TRAINER}._compute_advantage", "unit of the mean; fillers get 0", "69425e1d"),
+        overridden(f"{TRAINER}._balance_batch", "an episode's rows in one mini-batch", "2b38dee2"),
         overridden(f"{TRAINER}._get_required_batch_multiple", "unequal groups", "a971c6c3"),
         overridden(f"{TRAINER}._update_actor", "unequal groups", "18755e12"),
     ],

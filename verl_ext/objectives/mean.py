@@ -12,7 +12,13 @@ The unit of a token mean (`actor.policy_loss.unit`) says whose tokens are in the
 For `batch` and `group`, multiply the advantages by `unit_factors(...)`; `mean_loss` then sums instead of averaging. The
 mean over the updates of a step is then exactly the mean over the batch, however it is split into mini-batches, because
 every objective here is linear in a positive factor of the advantages.
+
+A response may be an episode of several rows, each of which trains other tokens of it. `mean_loss` knows only rows:
+multiply the advantages by `episode_factors(...)`, and an episode counts once, whatever its rows.
 """
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,3 +93,27 @@ def unit_factors(lengths: Tensor, groups: list[str], *, unit: str, updates: int)
     used = sum(tokens > 0 for tokens in of.values())  # verl's padding is a group without tokens
     factors = [updates / (used * of[group]) if of[group] else 0.0 for group in groups]
     return torch.tensor(factors, dtype=torch.float64)
+
+
+def episode_factors(lengths: Tensor, episodes: Sequence[Hashable], *, mode: str) -> Tensor:
+    """Return the factors, float64[B], by which the advantages of each row of a batch are multiplied.
+
+    The B rows of a batch, as many in each of its mini-batches, are then a mean over its episodes: rows per episode, and
+    where a response's tokens have a mean, that of a row weighs by the row's share of the episode's tokens.
+
+    Args:
+        lengths: number of tokens that count in each row.
+        episodes: the episode of each row; None of a row that only fills up the batch.
+        mode: one of MODES, or another of verl's, which has no mean over responses.
+    """
+    if not mode.startswith("seq-mean"):
+        return torch.ones(len(episodes), dtype=torch.float64)
+    real = {episode for episode in episodes if episode is not None}
+    factors = torch.full((len(episodes),), len(episodes) / max(len(real), 1), dtype=torch.float64)
+    if mode == "seq-mean-token-mean" and len(real) < len(episodes) - episodes.count(None):
+        tokens: Counter[Hashable] = Counter()
+        for episode, length in zip(episodes, lengths.tolist(), strict=True):
+            tokens[episode] += length
+        own = torch.tensor([tokens[episode] for episode in episodes], dtype=torch.float64)
+        factors *= lengths.clamp(min=1) / own.clamp(min=1)
+    return factors

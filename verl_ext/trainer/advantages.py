@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +20,10 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.episode import EpisodeKey
 from verl_ext.objectives.maxrl import maxrl
-from verl_ext.objectives.mean import unit_factors
+from verl_ext.objectives.mean import episode_factors, unit_factors
 from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
 from verl_ext.settings.cautions import WITHOUT_GROUPS
+from verl_ext.trainer.joined_rows import JoinedRows
 from verl_ext.trainer.queue import real_keys
 from verl_ext.versions import VERL, require_versions
 
@@ -34,6 +36,7 @@ OF_DIFFERENCES = (
 
 Noted = list[tuple[Sequence[str], Tensor, Tensor]]  # of batches: keys, advantages (float[B, T]), response mask
 _noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
+_batch_keys: ContextVar[Sequence[str]] = ContextVar("batch_keys", default=())
 
 
 def register(algorithms: ModuleType) -> None:
@@ -62,20 +65,42 @@ def _tir_otb(
 
 
 def replace_in(trainer_base: ModuleType) -> None:
-    """trainer/ppo/v1/trainer_base.py (0.9.1): :1772 calls `group_advantages` instead of verl's function."""
+    """trainer/ppo/v1/trainer_base.py (0.9.1) calls `group_advantages` (:1775) and `corrected` (:1771), not verl's."""
     require_versions(VERL, "verl_ext/trainer/advantages.py")
     verls = trainer_base.compute_advantage_for_multi_trajectories
     trainer_base.compute_advantage_for_multi_trajectories = functools.partial(group_advantages, verls)
+    verls = trainer_base.compute_rollout_correction_and_add_to_batch
+    trainer_base.compute_rollout_correction_and_add_to_batch = functools.partial(corrected, verls)
 
 
 @contextmanager
-def noted() -> Iterator[Noted]:
-    """Yield a list that `group_advantages` fills in the block: fetching the same from verl's queue costs CPU time."""
-    token = _noted.set(notes := [])
+def noted(batch_keys: Sequence[str]) -> Iterator[Noted]:
+    """Yield a list that `group_advantages` fills in the block: fetching the same from verl's queue costs CPU time.
+
+    Args:
+        batch_keys: of the batch whose advantages verl computes in the block; `corrected` reads them.
+    """
+    tokens = _noted.set(notes := []), _batch_keys.set(batch_keys)
     try:
         yield notes
     finally:
-        _noted.reset(token)
+        _noted.reset(tokens[0])
+        _batch_keys.reset(tokens[1])
+
+
+def corrected(verls: Any, data: Any, settings: Any) -> tuple[Any, dict[str, float]]:
+    """Return a batch with the weights and masks of `algorithm.rollout_correction`, and verl's metrics of them.
+
+    The product of the ratios of a response is that of a whole episode, and so is what is kept or dropped with it.
+    """
+    rows = JoinedRows([*map(EpisodeKey.parse, _batch_keys.get())], data.batch["response_mask"])
+    if not rows.are_several:
+        return verls(data, settings)
+    needed = ("old_log_probs", "rollout_log_probs", "response_mask")
+    whole, metrics = verls(type(data).from_dict({name: rows.join(data.batch[name]) for name in needed}), settings)
+    for name in whole.batch.keys() & {"response_mask", "rollout_is_weights"}:
+        data.batch[name] = rows.split(whole.batch[name])
+    return data, metrics
 
 
 def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, **settings: Any) -> Any:
@@ -87,11 +112,11 @@ def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estim
 
 
 def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, settings: dict) -> Any:
-    """Let only the last row of an episode enter a baseline, for every group estimator; `gae` stays verl's.
+    """Give every estimator an episode's rows as one sequence, with the score of the last; `gae` stays verl's.
 
-    verl does so only for `grpo` (trainer/ppo/v1/utils.py:167). A copy that fills a group (`DapoReplayBuffer`) enters no
-    baseline, and its advantages are those of the original. A group of one gets 0, whereas verl's estimators give it
-    its score.
+    verl does so only for `grpo`, with the last row alone (trainer/ppo/v1/utils.py:167). A copy that fills a group
+    (`DapoReplayBuffer`) enters no baseline, and its advantages are those of the original. A group of one gets 0,
+    whereas verl's estimators give it its score.
 
     Estimators of `OF_DIFFERENCES` get the rewards of a group less its first one. The difference of two close numbers is
     exact, but their mean is rounded: for eight rewards of -.9, verl divides the rounding error of the differences by
@@ -116,59 +141,70 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
                 "number. Its group would have no advantages. Correct the reward function, then resume the run."
             )
     keys = [EpisodeKey.parse(key) for key in batch_keys]
-    mask, rewards = data.batch["response_mask"].bool(), data.batch["token_level_rewards"]
-    moved = torch.where(mask, rewards, 0) + at_last_own(torch.where(mask, 0, rewards).sum(-1), mask)
-    data.batch["token_level_rewards"] = torch.where(mask.any(-1, keepdim=True), moved, rewards)  # not of `rollout_rs`
+    originals = [replace(key, copy=0) if key.copy else key for key in keys]
+    rows = JoinedRows(originals, data.batch["response_mask"], data.batch["token_level_rewards"])
+    given = data.batch["token_level_rewards"]
+    data.batch["token_level_rewards"] = _at_own_tokens(given, data.batch["response_mask"])
     if adv_estimator == "gae":
         return verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
-    rewards, groups = data.batch["token_level_rewards"], [key.uid for key in keys]
-    members: dict[str, dict[EpisodeKey, float]] = {}  # group -> episode -> its reward
-    for key, reward in zip(keys, rewards.sum(-1).tolist(), strict=True):
-        members.setdefault(key.uid, {})[key.original] = reward
+    if adv_estimator in OF_TOKENS:
+        data.batch["sum_pi_squared"] = _sum_pi_squared(batch_keys, given.shape[-1])
+    whole = _joined(data, rows, given)
+    rewards, groups = whole.batch["token_level_rewards"], [keys[row].uid for row in rows.last]
+    members: dict[str, list[float]] = {}  # group -> rewards of its episodes
+    for group, reward in zip(groups, rewards.sum(-1).tolist(), strict=True):
+        members.setdefault(group, []).append(reward)
     if adv_estimator in OF_DIFFERENCES:
-        data.batch["token_level_rewards"] = _differences(rewards, groups)
-    data = _of_last_rows(data, keys, adv_estimator, settings)
-    data.batch["token_level_rewards"] = rewards
+        whole.batch["token_level_rewards"] = _differences(rewards, groups)
+    whole = _estimate(whole, adv_estimator, settings)
+    for name in ("advantages", "returns"):
+        data.batch[name] = rows.split(whole.batch[name])
     is_gpg = adv_estimator == "gpg"  # it counts rewards of 0, so it cannot take differences
-    without = {group for group, own in members.items() if len(own) == 1 or (is_gpg and len({*own.values()}) == 1)}
+    without = {group for group, own in members.items() if len(own) == 1 or (is_gpg and len({*own}) == 1)}
     if without and adv_estimator not in WITHOUT_GROUPS:
-        data.batch["advantages"][torch.tensor([group in without for group in groups])] = 0
+        data.batch["advantages"][torch.tensor([key.uid in without for key in keys])] = 0
     return data
 
 
+def _at_own_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Return rewards of tokens with those of a tool's tokens at the policy's last one, if it has one."""
+    own = mask.bool()  # not in a response that `rollout_rs` dropped
+    moved = torch.where(own, rewards, 0) + at_last_own(torch.where(own, 0, rewards).sum(-1), own)
+    return torch.where(own.any(-1, keepdim=True), moved, rewards)
+
+
+def _joined(data: Any, rows: JoinedRows, given: Tensor) -> Any:
+    """Return the episodes of a batch, each as one row; of the scores, which all rows have, the last row's counts.
+
+    Args:
+        given: float[B, T], the rewards of tokens as verl noted them: scores, and what a KL takes from each token.
+    """
+    whole = data.select_idxs(rows.last)
+    if not rows.are_several:
+        return whole
+    is_last = torch.zeros(len(given), 1, dtype=torch.bool)
+    is_last[rows.last] = True
+    counted = torch.where(is_last, given, given - data.batch.get("token_level_scores", given))
+    for name, values in data.batch.items():
+        whole.batch[name] = rows.join(values)
+    whole.batch["token_level_rewards"] = _at_own_tokens(rows.join(counted), whole.batch["response_mask"])
+    return whole
+
+
 def _differences(rewards: Tensor, groups: Sequence[str]) -> Tensor:
-    """Return float[B, T], each response's reward less its group's first, at the first token: only sums are read."""
-    first: dict[str, int] = {}  # group -> its first row
+    """Return float[E, T], each episode's reward less its group's first, at the first token: only sums are read."""
+    first: dict[str, int] = {}  # group -> its first episode
     sums = rewards.sum(-1).to(torch.promote_types(rewards.dtype, torch.float32))  # bf16 would round their differences
     result = sums.new_zeros(rewards.shape)
     result[:, 0] = sums - sums[[first.setdefault(group, row) for row, group in enumerate(groups)]]
     return result
 
 
-def _of_last_rows(data: Any, keys: Sequence[EpisodeKey], estimator: str, settings: dict) -> Any:
+def _estimate(data: Any, estimator: str, settings: dict) -> Any:
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
-    if estimator in OF_TOKENS:
-        data.batch["sum_pi_squared"] = _sum_pi_squared([*map(str, keys)], data.batch["response_mask"].shape[-1])
-    last: dict[EpisodeKey, int] = {}  # episode -> its last row in the data
-    for row, key in enumerate(keys):
-        if key.original not in last or key.row > keys[last[key.original]].row:
-            last[key.original] = row
-    place = {episode: i for i, episode in enumerate(last)}
-    chosen = _estimate(compute_advantage, data.select_idxs([*last.values()]), estimator, settings)
-    source = torch.tensor([place[key.original] for key in keys])
-    mask, of_last = data.batch["response_mask"].bool(), chosen.batch["response_mask"].bool()[source]
-    is_same = (mask == of_last).all(-1, keepdim=True)
-    for name in ("advantages", "returns"):
-        found = chosen.batch[name][source]
-        first = found.gather(-1, of_last.int().argmax(-1, keepdim=True))  # another row of it: one number, as verl
-        data.batch[name] = torch.where(is_same, found, first * mask)
-    return data
-
-
-def _estimate(verls: Any, data: Any, estimator: str, settings: dict) -> Any:
     if estimator not in ("tir_otb", "tir_optimal_token_baseline"):  # one formula; ours handles equal rewards
-        return verls(data, adv_estimator=estimator, **settings)
+        return compute_advantage(data, adv_estimator=estimator, **settings)
     batch = data.batch  # verl passes `sum_pi_squared` only to estimators with its own names (ray_trainer.py:265)
     needed = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared")
     batch["advantages"], batch["returns"] = _tir_otb(
@@ -195,37 +231,34 @@ def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
 
 
 def scale(
-    batch: KVBatchMeta, *, mode: str, unit: str, updates: int, trains: Callable[[EpisodeKey], bool]
+    batch: KVBatchMeta, mask: Tensor, *, mode: str, unit: str, updates: int, trains: Callable[[EpisodeKey], bool]
 ) -> dict[EpisodeKey, float]:
     """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 what does not train.
 
-    A mean over responses counts episodes; verl counts rows there: those of verl's padding, by which ranks and updates
-    get equally many, and each of an episode's rows. So advantages are also multiplied by rows per episode. verl's own
-    terms, entropy and KL, keep its count.
+    A mean over responses counts episodes (`episode_factors`); verl counts rows there: each of an episode's, and those
+    of verl's padding, by which ranks and updates get equally many.
 
     Args:
+        mask: [B, T], tokens that train.
         mode: `actor.loss_agg_mode`.
         updates: mini-batches of the batch.
         trains: whether a row is in the loss.
     Returns:
         The factor of each row whose advantages were multiplied, by its key.
     """
-    keys = [EpisodeKey.parse(key) for key in batch.keys]
-    without = torch.tensor([not trains(key) for key in keys])
+    keys, lengths = [EpisodeKey.parse(key) for key in batch.keys], mask.sum(-1).double()
     if unit == "mini_batch":
-        episodes = {key.episode for key in real_keys(batch).values()}
-        per_episode = len(keys) / len(episodes) if mode.startswith("seq-mean") else 1.0
-        factors = torch.where(without, 0.0, per_episode)
-        chosen = (factors != 1).nonzero().flatten().tolist()
-        keys, factors = [keys[i] for i in chosen], factors[chosen]
-    if not keys:
-        return {}
-    names = [*map(str, keys)]
-    data = tq.kv_batch_get(keys=names, partition_id=batch.partition_id, select_fields=["advantages", "response_mask"])
-    if unit != "mini_batch":
-        lengths = torch.stack([mask.sum() for mask in data["response_mask"].unbind()])
+        real = real_keys(batch)
+        episodes = [real[text].episode if text in real else None for text in batch.keys]
+        factors = episode_factors(lengths, episodes, mode=mode)
+    else:
         factors = unit_factors(lengths, [key.uid for key in keys], unit=unit, updates=updates)
-        factors = torch.where(without, 0, factors)
+    factors = torch.where(torch.tensor([not trains(key) for key in keys]), 0.0, factors)
+    chosen = (factors != 1).nonzero().flatten().tolist()
+    if not chosen:
+        return {}
+    keys, factors, names = [keys[i] for i in chosen], factors[chosen], [batch.keys[i] for i in chosen]
+    data = tq.kv_batch_get(keys=names, partition_id=batch.partition_id, select_fields=["advantages"])
     advantages = data["advantages"]
     scaled = [row * factor for row, factor in zip(advantages.unbind(), factors.to(advantages.dtype), strict=True)]
     _put(names, batch.partition_id, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))

@@ -1,5 +1,5 @@
-"""How a run's batch becomes updates: advantages with the unit of their mean, mini-batches of unequal groups. Base of
-`RunTrainer`.
+"""How a run's batch becomes updates: advantages with the unit of their mean, mini-batches of unequal groups and of
+episodes of several rows. Base of `RunTrainer`.
 
 With no option, and without padding in a mean over responses, every method does what verl's own does. Line numbers refer
 to trainer/ppo/v1/trainer_base.py of verl 0.9.1.
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_ext.events import Observers, Selected, Selection, Updated
 from verl_ext.trainer.advantages import keep_sum_pi_squared, noted, scale
+from verl_ext.trainer.mini_batches import check_rows, has_several_rows, lay_out
 from verl_ext.trainer.run_options import Options
 
 if TYPE_CHECKING:
@@ -33,9 +35,8 @@ class RunUpdates(PPOTrainer):
 
     @property
     def _has_unequal_groups(self) -> bool:
-        """Whether groups differ in their number of rows: by adaptive n, by domain, or by episodes of several rows."""
-        options = self._options
-        return options.sampling is not None or bool(options.group_sizes) or self._selection.has_several_rows
+        """Whether groups differ in their number of episodes: by adaptive n, or by domain."""
+        return self._options.sampling is not None or bool(self._options.group_sizes)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Request `sum_pi_squared` for an optimal token baseline, which verl's v1 trainers never do (line 1653)."""
@@ -51,12 +52,12 @@ class RunUpdates(PPOTrainer):
         """Compute advantages with the unit of the mean. Fillers get advantage 0, whatever the estimator and their
         rewards, and so do rollouts that are only in the baseline (`DapoReplayBuffer`).
         """
-        with noted() as notes:
+        with noted(batch.keys) as notes:
             batch = super()._compute_advantage(batch, metrics)
         actor, selection = self.config.actor_rollout_ref.actor, self._selection
         unit = actor.policy_loss.get("unit", "mini_batch")
         of_mean = {"mode": actor.loss_agg_mode, "unit": unit, "updates": self._updates_per_step()}
-        factors = scale(batch, **of_mean, trains=selection.trains)
+        factors = scale(batch, notes[-1][2], **of_mean, trains=selection.trains)
         of_batch = (self.global_steps, self.local_trigger_step, batch, selection)
         self.observers.tell(Selected(*of_batch, *notes[-1], factors))
         return batch
@@ -64,6 +65,36 @@ class RunUpdates(PPOTrainer):
     def _updates_per_step(self) -> int:
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
         return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+    def _balance_batch(
+        self, batch: KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+    ) -> KVBatchMeta:
+        """Do as verl's (line 1608), but keep the rows of an episode in one mini-batch, whose mean weighs its tokens."""
+        if not has_several_rows(batch):
+            return super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
+        updates = self._updates_per_step()
+        check_rows(self.config, updates)
+        ranks = max(self._dispatch_of_actor()) + 1
+        batch, partitions = lay_out(batch, updates, ranks * self._fixed_rows(), ranks, self.tokenizer.eos_token_id)
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        metrics.update(log_seqlen_unbalance(lengths, partitions, logging_prefix))
+        batch.reorder([place for partition in partitions for place in partition])
+        return batch
+
+    def _dispatch_of_actor(self) -> list[int]:
+        """Return the data-parallel rank of each worker, as line 1611 finds it."""
+        group = self.actor_rollout_wg
+        if "actor" not in group._dispatch_info:
+            group._dispatch_info["actor"] = group._query_dispatch_info("actor")
+        return group._dispatch_info["actor"]
+
+    def _fixed_rows(self) -> int:
+        """Return the number of rows that each rank's mini-batch must be a multiple of: micro-batches of fixed sizes."""
+        actor = self.config.actor_rollout_ref.actor
+        fixed = [] if actor.use_dynamic_bsz else [actor.ppo_micro_batch_size_per_gpu]
+        for role in (self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref):
+            fixed += [] if role.log_prob_use_dynamic_bsz else [role.log_prob_micro_batch_size_per_gpu]
+        return math.lcm(*filter(None, fixed))
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """Make a mini-batch a share of the batch if groups differ in size (line 1593 counts `rollout.n` per prompt).
@@ -74,24 +105,14 @@ class RunUpdates(PPOTrainer):
         """
         if not self._has_unequal_groups:
             return super()._get_required_batch_multiple(dp_size)
-        actor = self.config.actor_rollout_ref.actor
-        if self._selection.has_several_rows and not actor.use_dynamic_bsz and self._updates_per_step() > 1:
-            raise ValueError(
-                "An episode has several rows, but actor.use_dynamic_bsz is false with more than one update a step: "
-                "padding to whole micro-batches could be all of an update. Set actor_rollout_ref.actor.use_dynamic_bsz="
-                "true, or ppo_mini_batch_size to the size of the train batch."
-            )
-        fixed = [] if actor.use_dynamic_bsz else [actor.ppo_micro_batch_size_per_gpu]
-        for role in (self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref):
-            fixed += [] if role.log_prob_use_dynamic_bsz else [role.log_prob_micro_batch_size_per_gpu]
-        return dp_size * self._updates_per_step() * math.lcm(*filter(None, fixed))
+        return dp_size * self._updates_per_step() * self._fixed_rows()
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Set a mini-batch's size for unequal groups: line 1809 takes ppo_mini_batch_size x rollout.n responses."""
+        """Set a mini-batch's size for unequal groups or several rows; line 1829 counts `rollout.n` per prompt."""
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         updates = self._updates_per_step()
         configured = actor.ppo_mini_batch_size, rollout.n
-        if self._has_unequal_groups:
+        if self._has_unequal_groups or has_several_rows(batch):
             actor.ppo_mini_batch_size, rollout.n = len(batch) // updates, 1
         try:
             batch = super()._update_actor(batch, metrics)

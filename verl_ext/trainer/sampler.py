@@ -349,7 +349,5 @@ class DapoReplayBuffer(EndedGroups):
         copies = copy_episodes(partition_id, sources, snapshot)
         baseline_only |= {copy for source, copy in copies.items() if source in baseline_only}
         remove(partition_id, gone, snapshot)
-        chosen = set(uids)
-        self.domains.forget(chosen)
-        several = any(key.row for key in map(EpisodeKey.parse, snapshot) if key.uid in chosen)
-        self.selection = Selection(frozenset(uids) - useful, frozenset(baseline_only), left_out, several)
+        self.domains.forget(set(uids))
+        self.selection = Selection(frozenset(uids) - useful, frozenset(baseline_only), left_out)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.objectives.cases import float64
-from verl_ext.objectives.mean import MODES, mean_loss, unit_factors
+from verl_ext.objectives.mean import MODES, episode_factors, mean_loss, unit_factors
 
 OBJECTIVE = float64([[1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]])  # responses of 1 and 3 tokens, with A = 1 and -1
 MASK = torch.tensor([[True, False, False], [True, True, True]])
@@ -95,3 +95,13 @@ def test_a_unit_is_exact_however_the_batch_is_split(unit, split, micro, ranks):
 def test_what_does_not_go_together_is_refused(settings, word):
     with pytest.raises(ValueError, match=word):
         mean_loss(OBJECTIVE, MASK, **settings)
+
+
+def test_a_mean_over_rows_is_made_one_over_episodes():
+    """Four rows, of which two are of one episode, with 3 and 1 tokens, and one is padding: 4 rows by 2 episodes."""
+    lengths, episodes = torch.tensor([3, 2, 1, 0]), ["a", "b", "a", None]
+    assert episode_factors(lengths, episodes, mode="seq-mean-token-mean").tolist() == [1.5, 2.0, 0.5, 2.0]
+    for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        assert episode_factors(lengths, episodes, mode=mode).tolist() == [2.0] * 4
+    for mode in ("token-mean", "token-sum"):
+        assert episode_factors(lengths, episodes, mode=mode).tolist() == [1.0] * 4

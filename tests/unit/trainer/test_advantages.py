@@ -149,12 +149,13 @@ def test_the_copy_of_an_episode_of_two_rows_has_its_advantage_in_both(advantages
 
 @pytest.mark.parametrize("baseline_only", [(), {"a_0_0"}])
 def test_a_mean_over_responses_counts_episodes(advantages, baseline_only):
-    """verl divides by 4 rows, one of which is its padding, although there are 2 episodes."""
+    """verl divides by 4 rows, one of which is its padding, although there are 2 episodes. Rows weigh by tokens."""
     rewards, lengths = REWARDS_OF_ROWS | {"x_0_0": 0.0}, TWO_ROWS | {"x_0_0": 1}
     batch = {"lengths": lengths, "padding": {"x_0_0"}, "baseline_only": baseline_only}
     found = advantages(rewards, (), "grpo", NO_STD, objective="grpo", **batch)
     one = 0.0 if baseline_only else 0.5 * 4 / 2
-    assert found == {"a_0_0": [one] * 3, "a_0_1": [one] * 2, "a_1_0": [-0.5 * 4 / 2], "x_0_0": [0.0]}
+    expected = {"a_0_0": [one * 3 / 5] * 3, "a_0_1": [one * 2 / 5] * 2, "a_1_0": [-0.5 * 4 / 2], "x_0_0": [0.0]}
+    assert {key: pytest.approx(numbers) for key, numbers in expected.items()} == found
 
 
 def test_a_filler_has_no_advantage_in_any_row(advantages):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.trainer.conftest import ON
-from verl_ext.events import Ended, Selection
+from verl_ext.events import Ended
 
 
 def prompts(*texts, **columns):
@@ -43,13 +43,15 @@ def test_without_the_option_no_number_is_given(make, submitted):
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_a_step_has_as_many_updates_whatever_its_rows(make, monkeypatch, dp_size, option):
     """16 prompts, mini-batches of 8: 2 updates. 130 rows on 3 ranks: 132 of them with padding, 66 an update."""
+    from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     trainer, _ = make(*option)
-    trainer.replay_buffer.selection = Selection(has_several_rows=not option)
-    multiple = trainer._get_required_batch_multiple(dp_size)
-    assert multiple == 2 * dp_size
-    padded = -(-130 // multiple) * multiple
+    padded = 130 if dp_size == 1 else 132
+    if option:
+        assert trainer._get_required_batch_multiple(dp_size) == 2 * dp_size
+    keys = [f"u{i}_0_0" if option else f"u{i // 2}_0_{i % 2}" for i in range(padded)]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * padded)
     seen = []
 
     def update_actor(self, batch, metrics):
@@ -59,7 +61,7 @@ def test_a_step_has_as_many_updates_whatever_its_rows(make, monkeypatch, dp_size
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update_actor)
     with pytest.raises(RuntimeError, match="out of memory"):
-        trainer._update_actor([None] * padded, {})
+        trainer._update_actor(batch, {})
     assert seen == [{1: 65, 3: 66}[dp_size]] and seen[0] % dp_size == 0
     config = trainer.config.actor_rollout_ref
     assert (config.actor.ppo_mini_batch_size, config.rollout.n) == (8, 8)
@@ -82,13 +84,6 @@ def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
     """The second one could consist only of padding."""
     with pytest.raises(ValueError, match="use_dynamic_bsz=false allows one update per step, got 2"):
         make(*ADAPTIVE, *FIXED, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4")
-
-
-def test_episodes_of_several_rows_need_dynamic_micro_batches_for_several_updates(make):
-    trainer, _ = make(*FIXED)
-    trainer.replay_buffer.selection = Selection(has_several_rows=True)
-    with pytest.raises(ValueError, match="use_dynamic_bsz is false with more than one update a step"):
-        trainer._get_required_batch_multiple(1)
 
 
 def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path, monkeypatch):

@@ -181,19 +181,10 @@ def test_a_group_whose_episode_has_two_rows_is_sampled_whole(make, mode):
     queue, buffer = make([long, equal, MIXED], batch_size=2, mode=mode)
     batch, metrics = buffer.sample(1, "train", 2)
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_0_1", "uid-0_1_0", "uid-2_0_0", "uid-2_1_0"]
-    assert set(queue.tags) == set(batch.keys) and buffer.selection.has_several_rows
+    assert set(queue.tags) == set(batch.keys)
     assert metrics["train/acc"] == 4 / 6 and metrics["train/model_tokens"] == (20 + 10 + 30 + 10 + 10 + 10) / 6
     ends = buffer.take_ended(1)
     assert ends.counts.rollouts == 6 and ends.fates["uid-0"] == {"trained": 2} and ends.fates["uid-1"].total() == 2
-
-
-def test_several_rows_are_named_only_of_groups_that_are_in_the_batch(make):
-    _, buffer = make([MIXED, [info(1, rows=2), info(0)]], batch_size=2, mode="separate_async")
-    found = []
-    for _ in range(2):
-        buffer.sample(1, "train", 1)
-        found.append(buffer.selection.has_several_rows)
-    assert found == [False, True]
 
 
 def test_a_reward_manager_that_reports_only_acc_has_its_metrics(make):
