@@ -25,10 +25,14 @@ class RolloutEnd(StrEnum):
     of the metrics."""
 
     ANSWER = "answer", Fault.NONE  # the model ended a turn without a call
-    MAX_TURNS = "max_turns", Fault.MODEL  # one call more than `retool.max_tool_calls`
+    MAX_TURNS = (
+        "max_turns",
+        Fault.MODEL,
+    )  # one call over `retool.max_tool_calls`, a request over `agent.max_turns`
     MAX_TOKENS = "max_tokens", Fault.MODEL  # the response is full
     MALFORMED_LIMIT = "malformed_limit", Fault.MODEL  # calls that could not be run: more than `max_malformed_calls`
-    TIMEOUT = "timeout", Fault.MODEL  # its calls ran for longer than `retool.turn_s` or `episode_s`
+    TIMEOUT = "timeout", Fault.MODEL  # calls or agent took longer than `retool.turn_s`, `episode_s`, `agent.timeout_s`
+    AGENT_ERROR = "agent_error", Fault.MODEL  # an agent crashed after an answer, which may have caused it; scored
     SANDBOX_FAILURE = "sandbox_failure", Fault.INFRASTRUCTURE  # sandbox or tool did not answer a call
     UNVERIFIED = "verifier_unknown", Fault.INFRASTRUCTURE  # no verifier could judge the answer, whatever it was
     ABORTED = "aborted", Fault.INFRASTRUCTURE  # the rollout server failed or gave the request up

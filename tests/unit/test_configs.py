@@ -318,9 +318,9 @@ def test_sft_batches_divide_and_sequences_fit(run: str):
         assert config.data.train_batch_size % config.data.micro_batch_size_per_gpu == 0
 
 
-def defined_classes(module: str) -> set[str]:
+def defined_makers(module: str) -> set[str]:
     path = ROOT / f"{module.replace('.', '/')}.py"
-    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -336,7 +336,7 @@ def test_every_class_that_a_config_names_exists(run: str):
         loops = {loop.name: loop._target_ for loop in OmegaConf.load(ROOT / agent.agent_loop_config_path)}
         named.append(loops[agent.default_agent_loop].rsplit(".", 1))
     for path, name in named:
-        assert name in defined_classes(path.removeprefix("pkg://")), f"{path} has no class {name}"
+        assert name in defined_makers(path.removeprefix("pkg://")), f"{path} has no class or function {name}"
 
 
 @pytest.mark.parametrize("run", RL_RUNS)

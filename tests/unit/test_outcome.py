@@ -45,7 +45,7 @@ def test_the_loops_infrastructure_failure_comes_before_the_verifiers_and_both_be
 
 def test_only_sandbox_verifier_and_server_are_infrastructure_and_a_bug_is_ours():
     assert INFRASTRUCTURE_FAILURES == ("sandbox_failure", "verifier_unknown", "aborted")
-    of_model = {"max_turns", "max_tokens", "malformed_limit", "timeout"}
+    of_model = {"max_turns", "max_tokens", "malformed_limit", "timeout", "agent_error"}
     assert {end for end in RolloutEnd if end.fault is Fault.MODEL} == of_model
     assert (RolloutEnd.ANSWER.fault, RolloutEnd.RAISED.fault) == (Fault.NONE, Fault.OURS)
     assert set(REMEDIES) == set(EXCLUSIONS) == {*INFRASTRUCTURE_FAILURES, "void_turn", "raised"}

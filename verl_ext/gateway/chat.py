@@ -96,11 +96,12 @@ def read(body: bytes) -> Asked:
 
 
 def answer(made: Answer) -> dict[str, Any]:
-    """Return a whole answer."""
+    """Return a whole answer; `stop_reason` is the stop string that ended the turn, as vLLM tells it."""
     choice = {
         "index": 0,
         "message": made.node.message,
         "finish_reason": made.node.finish,
+        "stop_reason": made.stop,
         "logprobs": _log_probs(made) if made.token_texts else None,
     }
     return _head(made, "chat.completion") | {"choices": [choice], "usage": _usage(made)}
@@ -117,7 +118,7 @@ def events(made: Answer) -> bytes:
         deltas.append({"tool_calls": [{"index": i} | call | {"function": {"name": function["name"], "arguments": ""}}]})
         deltas.append({"tool_calls": [{"index": i, "function": {"arguments": function["arguments"]}}]})
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "finish_reason": made.node.finish})
+    choices.append({"index": 0, "delta": {}, "finish_reason": made.node.finish, "stop_reason": made.stop})
     if made.token_texts:
         choices[0]["logprobs"] = _log_probs(made)
     chunks = [head | {"choices": [choice]} for choice in choices]

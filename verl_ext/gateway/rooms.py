@@ -222,7 +222,8 @@ class Room:
         )
         self._request_ids[node] = request_id
         stop = next((each for each in asked.stops if node.text.startswith(each, len(node.told))), None)
-        texts = [self._decode([i]) for i in node.ids] if asked.log_probs else None
+        has_log_probs = asked.log_probs and sampled.log_probs is not None  # an evaluation asks the servers for none
+        texts = [self._decode([i]) for i in node.ids] if has_log_probs else None
         return Answer(asked, node, asked.model or self._model, stop, texts)
 
     @contextmanager

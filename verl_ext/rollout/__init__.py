@@ -1,6 +1,8 @@
 """A rollout: the model writes, a tool answers, the model continues.
 
-`base.py` has what every agent loop shares, and `loop.py` is the one in which the model plays by itself.
+`base.py` has what every agent loop shares; in `loop.py` the model plays by itself, in `agents.py` an agent asks it by
+the gateway. `starters.py` starts agents, `outside.py` hands tasks to those that come from outside, and `agent_turns.py`
+makes the turns of the records.
 `encoded_prompts.py` has its prompts, `response.py` what it keeps of a response, `sampled.py` reads what a server sent;
 `scored.py` adds the reward, and `rows.py` writes the episode as verl's rows. `workers.py` runs many; `group_reports.py`
 reports them to the recorder, which `recorder_actor.py` starts. `reward_manager.py` is verl's door to the reward.

@@ -6,8 +6,9 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.rollout.agents import loop_of_run
+from verl_ext.rollout.base import EpisodeLoop
 from verl_ext.rollout.chat import ChatLoop, ChatServer
-from verl_ext.rollout.loop import RetoolAgentLoop
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -17,8 +18,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return hf_tokenizer(str(path), trust_remote_code=trust_remote_code)
 
 
-def make_loop(config: DictConfig, server: Any, tokenizer: Any, tools: list[Any], **settings: Any) -> RetoolAgentLoop:
-    """Return the agent loop of a run, to which any server (servers.py, chat.py) generates.
+def make_loop(config: DictConfig, server: Any, tokenizer: Any, tools: list[Any], **settings: Any) -> EpisodeLoop:
+    """Return the agent loop of a run, to which any server (servers.py, chat.py) generates; a chat endpoint plays in the
+    built-in loop, whatever `retool.agent.run` is.
 
     Args:
         config: the run's.
@@ -27,7 +29,7 @@ def make_loop(config: DictConfig, server: Any, tokenizer: Any, tools: list[Any],
     """
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 
-    loop = ChatLoop if isinstance(server, ChatServer) else RetoolAgentLoop
+    loop = ChatLoop if isinstance(server, ChatServer) else loop_of_run
     return loop(
         trainer_config=DictConfigWrap(config),
         server_manager=server,

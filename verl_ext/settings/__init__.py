@@ -221,6 +221,44 @@ class FleetSettings:
     health: HealthSettings | None = None
 
 
+TOKEN = "RETOOL_AGENT_TOKEN"  # environment variable: what agents outside must know, if there is one
+OUTSIDE = "outside"  # `retool.agent.run` of agents that come by themselves and take a task
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Who plays the episodes: the built-in loop, or an agent of yours; verl_ext/rollout/agents.py.
+
+    Attributes:
+        run: None: the built-in loop; FILE.py:NAME or package.module:NAME of a function; a command as a list; OUTSIDE.
+        timeout_s: an agent that works for longer, without a request to the model or a tool, ends its episode.
+        max_turns: answers of the model in an episode.
+        max_rows: rows that an episode is trained on at most, the newest; a linear conversation is one.
+        max_processes: commands, or tasks outside, that run at a time for each agent-loop worker; others wait.
+        host: address on which the gateways listen.
+    """
+
+    run: str | list | None = None
+    timeout_s: float = key(600.0, within="(0, inf)", about="a number of seconds of the agent itself")
+    max_turns: int = key(64, within="[1, inf)", about="a number of answers of the model in an episode")
+    max_rows: int = key(8, within="[1, inf)", about="a number of rows of an episode")
+    max_processes: int = key(64, within="[1, inf)", about="a number of processes of an agent-loop worker")
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        run = self.run
+        is_command = isinstance(run, list) and run and all(isinstance(part, str) for part in run)
+        is_function = isinstance(run, str) and all(run.rpartition(":"))
+        if not (run is None or run == OUTSIDE or is_command or is_function):
+            raise ValueError(
+                f"retool.agent.run is {run!r}: expected null (the built-in loop), FILE.py:NAME or package.module:NAME "
+                f'of a function, a command as a list, such as [python, my_agent.py], or "{OUTSIDE}"'
+            )
+        if self.host in ("", "0.0.0.0", "::"):  # agents are told this address
+            raise ValueError(f"retool.agent.host is {self.host!r}: expected one address of this machine, or its name")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Domain:
     """A row of `retool.domains`: what holds for the rows with its name as `data_source`. None: as for the whole run."""
@@ -251,6 +289,7 @@ class Retool:
     checkpoints: CheckpointSettings = CheckpointSettings()
     protocol: str = key(among=PROTOCOLS)
     environment: str | dict | list = "python"
+    agent: AgentSettings = AgentSettings()
     turn_s: float | None = key(None, within="(0, inf)", about="a number of seconds of a turn's calls")
     episode_s: float | None = key(None, within="(0, inf)", about="a number of seconds of an episode's calls")
     repair_json: bool = key()

@@ -5,6 +5,7 @@ from typing import Any
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REWARD = "reward.reward_kwargs"
+_SAMPLER = "trainer.v1.sampler.sampler_kwargs"
 _GROUPS = "algorithm.filter_groups.enable"
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # algorithm.adv_estimator: those that do not compare responses
 
@@ -17,6 +18,7 @@ def cautions(get: Callable[..., Any]) -> Iterator[str]:
     """
     yield from _equal_groups(get)
     yield from _cut_distribution(get)
+    yield from _own_agent(get)
 
 
 def _equal_groups(get: Callable[..., Any]) -> Iterator[str]:
@@ -42,6 +44,23 @@ def _cut_distribution(get: Callable[..., Any]) -> Iterator[str]:
             f"{_ROLLOUT} samples with {' and '.join(cut)} from a part of the distribution, but the actor computes "
             "probabilities of the whole one: the importance weights of every objective are biased, on average below 1 "
             f"-> Set {whole}. Validation has its own values, in val_kwargs."
+        )
+
+
+def _own_agent(get: Callable[..., Any]) -> Iterator[str]:
+    """The limits of the built-in loop do not bound an agent, which decides itself when it is done."""
+    if get("retool.agent.run") is None:
+        return
+    if get("retool.max_tool_calls", 0) < (turns := get("retool.agent.max_turns", 0)):
+        yield (
+            f"retool.agent.run is set: retool.max_tool_calls={get('retool.max_tool_calls')} and max_malformed_calls "
+            f"bound the built-in loop only; the agent may ask the model {turns} times in an episode -> Set "
+            "retool.agent.max_turns to what an episode may take."
+        )
+    if get(f"{_SAMPLER}.void_turn_filter"):
+        yield (
+            f"retool.agent.run is set, so {_SAMPLER}.void_turn_filter finds nothing: which of its turns are void, only "
+            f"the agent knows -> Set {_SAMPLER}.void_turn_filter=false."
         )
 
 

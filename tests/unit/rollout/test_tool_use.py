@@ -79,7 +79,7 @@ def test_tool_metrics_by_hand():
         "finish/timeout": 0.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    ends = {"answer", "turn_limit", "token_limit", "malformed_limit", "timeout"}
+    ends = {"answer", "turn_limit", "token_limit", "malformed_limit", "timeout", "agent_error"}
     ends |= {"sandbox_failure", "verifier_unknown", "aborted"}
     assert {name for name in metrics if name.startswith("finish/")} == {f"finish/{end}" for end in ends}
 

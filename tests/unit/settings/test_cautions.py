@@ -76,3 +76,14 @@ def test_sampling_from_a_part_of_the_distribution_biases_importance_weights(chan
     assert bool(texts) == bool(told)
     assert all(f"samples with {told} from a part of the distribution" in text for text in texts)
     assert all("importance weights of every objective are biased" in text for text in texts)
+
+
+def test_limits_of_the_built_in_loop_do_not_bound_an_own_agent(run):
+    agent = {"retool.agent.run": "agent.py:solve"}
+    (text,) = warned(run, **agent)
+    assert "retool.max_tool_calls=3 and max_malformed_calls bound the built-in loop only" in text
+    assert "ask the model 64 times" in text and "Set retool.agent.max_turns" in text
+    agent |= {"retool.agent.max_turns": 3}
+    assert warned(run, **agent) == []
+    (text,) = warned(run, **agent, **{"trainer.v1.sampler.sampler_kwargs.void_turn_filter": "loss"})
+    assert "void_turn_filter finds nothing" in text

@@ -1,0 +1,124 @@
+"""Agents of the tests of `rollout/agents.py`: each asks a real gateway by the real openai client."""
+
+import asyncio
+
+import openai
+
+from verl_ext.environments.base import Environment
+from verl_ext.episode import Score
+
+
+async def ask(endpoint, messages, **options):
+    answer = await endpoint.openai().chat.completions.create(model=endpoint.model, messages=messages, **options)
+    return answer.choices[0].message.content
+
+
+async def once(task, endpoint):
+    await ask(endpoint, task["messages"])
+
+
+async def twice(task, endpoint):
+    said = await ask(endpoint, task["messages"])
+    more = [{"role": "assistant", "content": said}, {"role": "user", "content": "2+2?"}]
+    await ask(endpoint, [*task["messages"], *more])
+
+
+def in_a_thread(task, endpoint):
+    client = endpoint.openai()
+    client.chat.completions.create(model=endpoint.model, messages=task["messages"])
+    assert endpoint.call("code_interpreter", {"code": "print(2)"}).output == "2"
+
+
+async def runs_code(task, endpoint):
+    await ask(endpoint, task["messages"])
+    result = await endpoint.call("code_interpreter", {"code": "print(2)"})
+    messages = [*task["messages"], {"role": "assistant", "content": "\\boxed{1}"}]
+    await ask(endpoint, [*messages, {"role": "user", "content": result.output}])
+
+
+async def calls_badly(task, endpoint):
+    await ask(endpoint, task["messages"])
+    assert (await endpoint.call("code_interpreter", {"program": "1"})).error == "missing_argument"
+
+
+async def says_what_it_got(task, endpoint):
+    await ask(endpoint, [{"role": "user", "content": repr(sorted(task.items()))}])
+
+
+async def branches(task, endpoint):
+    await twice(task, endpoint)
+    await ask(endpoint, [{"role": "user", "content": "3+3?"}])
+
+
+async def at_once(task, endpoint):
+    await asyncio.gather(*(ask(endpoint, [{"role": "user", "content": f"{n}+1?"}]) for n in range(3)))
+
+
+async def never_stops(task, endpoint):
+    messages = task["messages"]
+    while True:
+        said = await ask(endpoint, messages)
+        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "2+2?"}]
+
+
+async def gives_up_when_refused(task, endpoint):
+    try:
+        await never_stops(task, endpoint)
+    except openai.BadRequestError:
+        pass
+
+
+async def asks_nothing(task, endpoint):
+    pass
+
+
+async def crashes_at_once(task, endpoint):
+    raise KeyError("no such tool")
+
+
+async def crashes_later(task, endpoint):
+    await ask(endpoint, task["messages"])
+    raise KeyError("what the model wrote")
+
+
+async def thinks_for_long(task, endpoint):
+    await ask(endpoint, task["messages"])
+    await asyncio.sleep(60)
+
+
+async def does_not_let_go(task, endpoint):
+    await ask(endpoint, task["messages"])
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await asyncio.sleep(1)
+
+
+async def one_argument(task):
+    pass
+
+
+async def closes(task, endpoint):
+    """Ends only when it is cancelled."""
+    await ask(endpoint, task["messages"])
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0)
+
+
+class World(Environment):
+    """Notes what happens to it."""
+
+    log = []
+
+    async def open(self, task):
+        self.log[:] = ["opened"]
+        return await super().open(task)
+
+    async def score(self, episode):
+        self.log.append(f"scored {episode.finish_reason} {len(episode.turns)}")
+        return Score.graded(0.5, "", "world")
+
+    async def close(self):
+        self.log.append("closed")
