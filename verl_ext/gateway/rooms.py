@@ -209,7 +209,7 @@ class Room:
         with self._request_id(place.parent) as request_id:
             sampled = await self._generate(request_id, prompt_ids, params)
         seconds = time.perf_counter() - started
-        if asked.stops and not sampled.failed:
+        if asked.stops and len(sampled.spans) > 1 and not sampled.failed:
             sampled = self._until_stop(sampled, asked.stops)
         node = session.add(
             place,
@@ -239,7 +239,7 @@ class Room:
             self._used_request_ids.discard(name)
 
     def _until_stop(self, sampled: Sampled, stops: list[str]) -> Sampled:
-        """Return the turn up to the token that completes a stop string.
+        """Return a turn that took several requests up to the token that completes a stop string.
 
         The engine stops there, except if new weights interrupted the turn within the string: it looks for stops in the
         part that follows. Tokens beyond the stop answer what no client asked.

@@ -78,7 +78,8 @@ def _vary_seed(params: dict[str, Any], prompt_ids: Sequence[int]) -> None:
 class VllmServer:
     """vLLM's asynchronous engine on a Hugging Face folder, with the engine settings of `rollout`.
 
-    The settings for training are left out: weight transfer, sleeping, dummy weights.
+    The settings for training are left out: weight transfer, sleeping, dummy weights. It tells the log-probs of the
+    tokens only if `sampling_params` has `logprobs: 0`.
 
     Raises:
         TooFewGpus: `rollout` wants more GPUs than there are.
@@ -150,7 +151,10 @@ class VllmServer:
             raise ServerFailure(f"vLLM's engine died: {error}") from error
         if not final.outputs or final.outputs[0].finish_reason in FAILED_STOPS:
             raise ServerFailure("vLLM's engine failed or aborted the request")
-        return TokenOutput(token_ids=list(final.outputs[0].token_ids), stop_reason="completed", extra_fields={})
+        written = final.outputs[0]
+        ids = list(written.token_ids)
+        log_probs = written.logprobs and [each[i].logprob for i, each in zip(ids, written.logprobs, strict=True)]
+        return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
 
     async def aclose(self) -> None:
         if self._engine is not None:

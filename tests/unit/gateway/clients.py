@@ -22,7 +22,7 @@ class Script:
     tokenizer: Any
     answer: Callable[[str], str] = lambda prompt: "fine"
     failures: list[str | Exception] = field(default_factory=list)  # of the next requests
-    sees_stops: bool = True
+    sees_stops: bool = True  # else new weights interrupt each turn, within its stop
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # turns wait for it
     begun: int = 0
     seen: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)  # prompt, ids, log-probs
@@ -46,14 +46,17 @@ class Script:
                 raise failure
             return Sampled(failed=failure)
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-        for end in range(1, len(ids)):
-            if self.sees_stops and any(stop in self.tokenizer.decode(ids[:end]) for stop in params.get("stop", ())):
+        stops = params.get("stop", ()) if self.sees_stops else ()
+        for end in range(1, len(ids)) if stops else ():
+            text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
+            if any(stop in text for stop in stops):
                 ids = ids[:end]
                 break
         ids = ids[: params["max_tokens"]]
         log_probs = [-0.001 * (i + 1) for i in range(len(ids))]
         self.seen.append((prompt_ids, ids, log_probs))
-        return Sampled(ids=ids, log_probs=log_probs, spans=[(0, len(ids), len(self.seen))])
+        spans = [(0, len(ids), len(self.seen))] if self.sees_stops else [(0, 3, 1), (3, len(ids), 2)]
+        return Sampled(ids=ids, log_probs=log_probs, spans=spans)
 
 
 @dataclass

@@ -163,7 +163,15 @@ async def test_what_was_sampled_beyond_a_stop_is_dropped(plain: Room) -> None:
     message, _ = await plain.ask(QUESTION, stop="=")
     (node,) = plain.session.nodes
     assert (message["content"], node.text, len(node.ids), len(node.sampled.log_probs)) == ("1+1", "1+1=", 4, 4)
-    assert node.sampled.spans == [(0, 4, 1)]
+    assert node.sampled.spans == [(0, 3, 1), (3, 4, 2)]
+
+
+async def test_a_turn_of_one_request_is_kept_whole(plain: Room) -> None:
+    """The engine does not look for stops in special tokens, whose text has an `a` here."""
+    plain.script.answer = lambda prompt: "1<|im_start|>2"
+    await plain.ask(QUESTION, stop="a")
+    (node,) = plain.session.nodes
+    assert (node.text, node.end) == ("1<|im_start|>2", "<|im_end|>")
 
 
 async def test_a_turn_can_be_continued(plain: Room) -> None:
