@@ -6,6 +6,7 @@ Asynchrony: `compare_modes`, `ablation` (with `static_batches`, `slow_sandbox`);
 `workload` draws responses, `events` and `schedules` simulate, `calibration` finds a machine's speeds.
 Objectives: `stability_map` (`tiny_model`, `cell`, `stability`), `correction_lab`; `preset` applies one to a batch.
 What a model writes: `purposes`.
-Checks: `check_reward`, `mutate` (`mutants`). `shared` has what all need, `drawing` makes SVG files.
+Checks: `check_reward`, `gateway_exactness`, `mutate` (`mutants`).
+`shared` has what all need, `drawing` makes SVG files.
 In: folders of runs and quickstarts. Out: tables, pictures, JSON lines.
 """
