@@ -54,7 +54,8 @@ class Rewarder:
         """Score one episode. A verifier may take seconds; the event loop keeps running meanwhile.
 
         Args:
-            episode: its last row is scored; without spans, all of the row counts as the model's.
+            episode: its last row is scored; without spans, all of the row counts as the model's. Lengths and turns
+                are those of all rows.
             sample: `reward_model.ground_truth`, `data_source`.
         Returns:
             The reward, with the same names for every sample: `acc` (the truth, in [0, 1]; 0 when unverified),
@@ -79,7 +80,8 @@ class Rewarder:
         }
         infrastructure_failed = infrastructure_failure(flags | {"finish_reason": finish_reason}) is not None
         self._count(score, response, sample)
-        num_model_tokens = sum(end - start for start, end in spans)
+        num_model_tokens = sum(end - start for row in episode.rows[:-1] for start, end in row.model_spans)
+        num_model_tokens += sum(end - start for start, end in spans)
 
         acc = train_acc = score.acc or 0.0
         if options.random_reward_p is not None:
@@ -96,7 +98,7 @@ class Rewarder:
             "tool_calls": use.calls,
             "tool_errors": use.failed,
             "tool_timeouts": use.errors.get("timeout", 0),
-            "model_turns": len(episode.row.model_spans),
+            "model_turns": sum(len(row.model_spans) for row in episode.rows),
             "truncated": episode.is_truncated,
         }
         info = {
@@ -178,7 +180,9 @@ class Rewarder:
         if fails:
             return parts
         is_of_model = options.overlong_counts == "model" and judged.row.model_spans
-        length = torch.tensor([judged.row.num_model_tokens if is_of_model else len(judged.row.ids)])
+        # Of all rows: what a model writes can make a row begin, and a penalty must not be escaped so.
+        tokens = judged.num_model_tokens if is_of_model else sum(len(row.ids) for row in judged.rows)
+        length = torch.tensor([tokens])
         if options.overlong_buffer is not None:
             penalty = overlong_penalty(length, max_length=options.max_resp_len, buffer=options.overlong_buffer)
             parts["reward_overlong"] = options.overlong_factor * penalty.item()

@@ -1,4 +1,4 @@
-"""How the episodes of a step used their tools, in numbers."""
+"""How the episodes of a step used their tools, and their agents the gateway, in numbers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,10 +6,11 @@ from dataclasses import fields
 
 import numpy as np
 
-from verl_ext.episode import Episode, ToolUse
+from verl_ext.episode import AgentUse, Episode, ToolUse
 from verl_ext.outcome import RolloutEnd
 
-TIME_METRICS = {"tool/time_share", "tool/seconds", "tool/queue_s", "tool/run_s"}  # of `tool_metrics`, from a clock
+# Of those below, from a clock:
+TIME_METRICS = {"tool/time_share", "tool/seconds", "tool/queue_s", "tool/run_s", "agent/agent_s"}
 # verl's MetricsAggregator takes the largest value instead of the mean if a metric has "max" in its name.
 _METRIC_NAMES = {RolloutEnd.MAX_TURNS: "turn_limit", RolloutEnd.MAX_TOKENS: "token_limit"}
 
@@ -65,7 +66,19 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     return metrics
 
 
-def _sum(uses: Sequence[ToolUse], name: str) -> float:
+def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the mean per episode of each count of `AgentUse`, and of its forks by reason; {} if no agent made one."""
+    uses = [episode.agent for episode in episodes if episode.agent is not None]
+    if not uses:
+        return {}
+    names = [each.name for each in fields(AgentUse) if each.name != "forks"]
+    forks = sum((Counter(use.forks) for use in uses), Counter())
+    metrics = {f"agent/{name}": _sum(uses, name) / len(uses) for name in names}
+    metrics["agent/forks"] = forks.total() / len(uses)
+    return metrics | {f"agent/forks/{why}": count / len(uses) for why, count in forks.items()}
+
+
+def _sum(uses: Sequence[ToolUse | AgentUse], name: str) -> float:
     return float(sum(getattr(use, name) for use in uses))
 
 

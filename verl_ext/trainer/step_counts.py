@@ -12,7 +12,7 @@ import numpy as np
 from verl_ext.episode import Episode
 from verl_ext.events import EndedCounts
 from verl_ext.outcome import EXCLUSIONS, PromptEnd
-from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.rollout.tool_use import agent_metrics, tool_metrics
 from verl_ext.trainer.domains import Domains
 
 REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
@@ -57,7 +57,7 @@ class StepCounts:
         return useful / ended if ended else None
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of `train/`, `tool/`, `turn/`, `finish/`, `failure/`, `filter_groups/` and `staleness/`.
+        """Return metrics `train/`, `tool/`, `turn/`, `finish/`, `agent/`, `failure/`, `filter_groups/`, `staleness/`.
 
         A metric without any case is left out, such as `keep_rate` if no group ended.
         """
@@ -71,6 +71,7 @@ class StepCounts:
             **{f"failure/{reason}": float(self.seen.excluded[reason]) for reason in EXCLUSIONS},
             "staleness/dropped": float(self.dropped_as_stale),
             **tool_metrics(own),
+            **agent_metrics(self.judged),
         }
         if keep_rate is not None:
             metrics["filter_groups/keep_rate"] = keep_rate

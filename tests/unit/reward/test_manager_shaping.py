@@ -137,3 +137,23 @@ def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):
 
     assert draws() == draws()
     assert draws() != draws(random_reward_seed=1)
+
+
+def test_lengths_and_turns_are_those_of_all_rows_of_an_episode(make_manager):
+    """Rows of 60 and 80 tokens, of which the model wrote 30 and 80: 140 tokens are half of the buffer, 110 are free."""
+    import asyncio
+
+    from verl_ext.episode import Episode, EpisodeKey, TokenRow
+
+    text = "a" * 70 + r"\boxed{42}"
+    rows = [
+        TokenRow(ids=[ord("b")] * 60, model_spans=[(0, 10), (40, 60)]),
+        TokenRow(ids=[*map(ord, text)], model_spans=[(0, 80)]),
+    ]
+    sample = {"reward_model": {"ground_truth": "42"}, "data_source": "math"}
+    for counts, reward in (("response", 0.5), ("model", 1.0)):
+        manager = make_manager(overlong_buffer_cfg={"enable": True, "len": 40}, overlong_counts=counts)
+        episode = Episode(EpisodeKey("u", 0), rows=rows, finish_reason="answer")
+        found = asyncio.run(manager.score_episode(episode, sample))
+        assert found.score == reward and found.info["reward_overlong"] == reward - 1
+        assert (found.info["response_tokens"], found.info["model_turns"]) == (110, 3)

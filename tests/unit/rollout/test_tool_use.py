@@ -1,9 +1,9 @@
 import pytest
 
-from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse
+from verl_ext.episode import AgentUse, Episode, EpisodeKey, Reward, TokenRow, ToolUse
 from verl_ext.protocols.base import Call
 from verl_ext.rollout.response import Rollout
-from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.rollout.tool_use import agent_metrics, tool_metrics
 
 
 def test_a_failed_or_malformed_call_is_fixed_by_the_next_one_that_ends_well():
@@ -99,3 +99,21 @@ def test_verl_averages_every_metric_over_the_batches_of_a_step():
     for scale in (1.0, 3.0):
         aggregator.add_step_metrics({name: scale for name in metrics}, sample_count=1)
     assert set(aggregator.get_aggregated_metrics().values()) == {2.0}
+
+
+def test_agent_metrics_are_means_over_the_episodes_of_agents():
+    uses = [
+        AgentUse(requests=5, turns=4, forks={"history": 2}, agent_s=1.5),
+        AgentUse(turns=1, forks={"tools": 1}),
+        None,
+    ]
+    found = agent_metrics([Episode(EpisodeKey("u", i), agent=use) for i, use in enumerate(uses)])
+    assert {name: value for name, value in found.items() if value} == {
+        "agent/requests": 2.5,
+        "agent/turns": 2.5,
+        "agent/agent_s": 0.75,
+        "agent/forks": 1.5,
+        "agent/forks/history": 1.0,
+        "agent/forks/tools": 0.5,
+    }
+    assert len(found) == 11 + 1 + 2 and agent_metrics([Episode(EpisodeKey("u", 0))]) == {}

@@ -7,14 +7,16 @@ from verl_ext.episode import SUMMARY, Episode, EpisodeKey, TokenRow, ToolUse, su
 MAX_LOOKS = 300  # a buffer that has looked this often would wait forever
 
 
-def info(acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, versions=(), lost=(), rows=1, **fields):
+def info(
+    acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, versions=(), lost=(), rows=1, agent=None, **fields
+):
     """`extra_fields` of each row of an episode, as RetoolAgentLoop and RetoolRewardManager (`fields`) write it."""
     defaults = {"sandbox_failure": 0.0, "unverified": 0.0, "response_tokens": 10.0}
     reward = defaults | {"acc": float(acc), "train_acc": float(acc), "finish_reason": finish_reason} | fields
     spans = [(0, int(reward["response_tokens"]))]
     row = TokenRow(model_spans=spans, version_spans=[(*spans[0], v) for v in versions])
     use = ToolUse(ok=ok, void_turns=void_turns, errors=errors or {})
-    episode = Episode(EpisodeKey("u", 0), [row] * rows, finish_reason, use, lost_servers=list(lost))
+    episode = Episode(EpisodeKey("u", 0), [row] * rows, finish_reason, use, agent, lost_servers=list(lost))
     return {"reward_extra_info": reward, SUMMARY: summary_of(episode)}
 
 

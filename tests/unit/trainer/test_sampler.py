@@ -18,6 +18,7 @@ from tests.unit.trainer.prompt_groups import (
     info,
     sampled,
 )
+from verl_ext.episode import AgentUse
 from verl_ext.trainer.domains import ONLY
 
 
@@ -185,6 +186,14 @@ def test_a_group_whose_episode_has_two_rows_is_sampled_whole(make, mode):
     assert metrics["train/acc"] == 4 / 6 and metrics["train/model_tokens"] == (20 + 10 + 30 + 10 + 10 + 10) / 6
     ends = buffer.take_ended(1)
     assert ends.counts.rollouts == 6 and ends.fates["uid-0"] == {"trained": 2} and ends.fates["uid-1"].total() == 2
+
+
+def test_what_agents_did_is_a_mean_over_the_episodes_of_a_step(make):
+    """Two of four episodes are agents', with 3 rows and 1; of three rows as of one, an episode counts once."""
+    of_agents = [info(1, rows=3, agent=AgentUse(rows=3, turns=5)), info(0, agent=AgentUse(rows=1, turns=2))]
+    _, buffer = make([of_agents, MIXED], batch_size=2)
+    _, metrics = buffer.sample(1, "train", 2)
+    assert (metrics["agent/rows"], metrics["agent/turns"], metrics["agent/forks"]) == (2.0, 3.5, 0.0)
 
 
 def test_a_reward_manager_that_reports_only_acc_has_its_metrics(make):
