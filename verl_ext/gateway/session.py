@@ -67,7 +67,7 @@ class Place:
 
     @property
     def prompt_ids(self) -> list[int]:
-        return [*(self.parent.all_ids() if self.parent else ()), *self.context]
+        return (self.parent.all_ids() if self.parent else []) + self.context
 
 
 @dataclass(eq=False)
@@ -128,12 +128,16 @@ class Node:
 
     def all_ids(self) -> list[int]:
         """Return all tokens from the root to the end of this turn."""
-        return [each for node in self.line() for part in (node.context, node.ids) for each in part]
+        ids: list[int] = []
+        for node in self.line():
+            ids += node.context
+            ids += node.ids
+        return ids
 
 
 @dataclass
 class Leaf:
-    """A row, and the nodes from the root to the leaf. `trained` are those whose tokens train in this row."""
+    """A row, and the nodes from the root to the leaf. `trained`, the last ones, are those that train in this row."""
 
     row: TokenRow
     nodes: list[Node]
@@ -219,7 +223,8 @@ class Session:
         if turn["role"] != "assistant" or turn.get("tool_calls"):
             raise Refused("continue_final_message: expected the last message to be the assistant's, without tool_calls")
         text, digest = turn["content"], chain(before)[-1]
-        frame = self.template.frame(self.template.rendered(before, tools))
+        parts = self.template.rendered(before, tools)
+        frame = self.template.frame(parts)
         known = self._before.get(digest, [])
         fits = [node for node in known if node.place.frame == frame and not node.end and text.startswith(node.whole)]
         for node in sorted(_best_first(fits, tools), key=lambda node: -len(node.whole)):
@@ -227,11 +232,11 @@ class Session:
             if not added.startswith(stop):  # the tokens have the stop string
                 continue
             added = added.removeprefix(stop)
-            context, said = self.template.encode_more(added), [("assistant", added)]
+            context, said = self.template.encode(self.template.opened([""], added)), [("assistant", added)]
             thinking = is_thinking(node.text + added, node.place.thinking)
             return Place(node, context, None, said, tools, frame, digest, text, thinking)
         is_other = known or (self.nodes and any(message["role"] == "assistant" for message in before))
-        context = self.template.encode(self.template.rendered(messages, tools, is_open=True))
+        context = self.template.encode(self.template.opened(parts, text))
         thinking = is_thinking(text, opens_thinking(frame.tail))
         fork = "history" if is_other else None
         return Place(None, context, fork, self._said(messages), tools, frame, digest, text, thinking)
@@ -318,7 +323,7 @@ class Session:
         for i, leaf in enumerate(leaves[-max_rows if max_rows else 0 :]):
             line = leaf.line()
             trained = [node for node in line if owners.setdefault(node, i) == i]
-            found.append(Leaf(_row(line, {*trained}), line, trained))
+            found.append(Leaf(_row(trained), line, trained))
         use = self.use
         use.rows, use.rows_left_out = len(found), len(leaves) - len(found)
         stands = sum(len(node.ids) for leaf in found for node in leaf.nodes)
@@ -327,10 +332,10 @@ class Session:
         return found
 
 
-def _row(line: list[Node], trained: set[Node]) -> TokenRow:
-    """Return the row of a line of nodes. What stands before its first token that trains is its prompt."""
+def _row(trained: list[Node]) -> TokenRow:
+    """Return the row in which these nodes train, each of which continues the one before. All else is its prompt."""
     has_log_probs = all(node.sampled.log_probs is not None for node in trained)
-    row = TokenRow(log_probs=[] if has_log_probs else None)
+    row = TokenRow(trained[0].place.prompt_ids, log_probs=[] if has_log_probs else None)
 
     def append(ids: list[int], mask: int, log_probs: list[float]) -> None:
         row.ids.extend(ids)
@@ -338,20 +343,13 @@ def _row(line: list[Node], trained: set[Node]) -> TokenRow:
         if has_log_probs:
             row.log_probs.extend(log_probs)
 
-    for node in line:
-        if node in trained and not row.ids:
-            row.prompt_ids += node.context
-        elif row.ids:
+    for node in trained:
+        if node is not trained[0]:
             append(node.context, 0, [0.0] * len(node.context))
-        if node in trained:
-            start = len(row.ids)
-            row.version_spans += [(start + begin, start + end, version) for begin, end, version in node.sampled.spans]
-            append(node.ids, 1, node.sampled.log_probs or [])
-            row.model_spans.append((start, len(row.ids)))
-        elif row.ids:
-            append(node.ids, 0, [0.0] * len(node.ids))
-        else:
-            row.prompt_ids += [*node.context, *node.ids]
+        start = len(row.ids)
+        row.version_spans += [(start + begin, start + end, version) for begin, end, version in node.sampled.spans]
+        append(node.ids, 1, node.sampled.log_probs or [])
+        row.model_spans.append((start, len(row.ids)))
     return row
 
 

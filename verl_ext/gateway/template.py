@@ -63,14 +63,11 @@ class Template:
         )
         self._prompt_length = len(prompt) - len(bare) if prompt.startswith(bare) else 0  # of a generation prompt
 
-    def rendered(
-        self, messages: Sequence[Message], tools: Any, *, prompt: bool = True, is_open: bool = False
-    ) -> list[str]:
+    def rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = True) -> list[str]:
         """Return the rendering of messages, which are `normal`.
 
         Args:
             prompt: with the generation prompt.
-            is_open: the last message is the model's, and continues: the rendering ends with its text.
         Raises:
             Refused: the template refuses the messages.
         """
@@ -79,21 +76,19 @@ class Template:
             self._marked(each, self._added if each["role"] == "tool" else self._special, texts) for each in messages
         ]
         tools = tools and self._marked(tools, self._special, texts)
-        if is_open:
-            marked[-1] = marked[-1] | {"content": f"{marked[-1]['content']}{_MARK}{len(texts)}{_MARK_END}"}
         try:
-            text = render(
-                self.tokenizer, marked, self._kwargs, tools=tools, add_generation_prompt=prompt and not is_open
-            )
+            text = render(self.tokenizer, marked, self._kwargs, tools=tools, add_generation_prompt=prompt)
         except ValueError as error:
             raise Refused(str(error)) from error
-        if not text.isascii():
-            text = text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate
-        parts = _MARKS.split(text) if texts or is_open else [text]
-        if is_open:
-            parts = parts[: 2 * parts[1::2].index(str(len(texts))) + 1]
+        text = _encodable(text)
+        parts = _MARKS.split(text) if texts else [text]
         parts[1::2] = [texts[int(number)] for number in parts[1::2]]
         return parts
+
+    def opened(self, parts: Sequence[str], text: str) -> list[str]:
+        """Return a rendering whose last turn, the model's, begins with this text."""
+        first, *more = self._special.split(_encodable(text))
+        return [*parts[:-1], parts[-1] + first, *more]
 
     def _marked(self, value: Any, pattern: re.Pattern[str], texts: list[str]) -> Any:
         """Return a value of JSON with each match of the pattern, which is added to `texts`, as a mark."""
@@ -106,10 +101,6 @@ class Template:
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Return the tokens of a rendering."""
         return self._encoder.encode(parts)
-
-    def encode_more(self, text: str) -> list[int]:
-        """Return the tokens of what a client adds to a turn of the model that continues."""
-        return self._encoder.encode(self._special.split(text))
 
     def split_end(self, ids: Sequence[int], *, is_full: bool) -> tuple[str, str]:
         """Return the text of a turn's end token, "" if it has none, and the text before it.
@@ -162,9 +153,14 @@ class Template:
                 return position
         meant = meaning(written, self.parser)
         for end in ends:
-            shown, found, _ = text[frame.length :].partition(end)
-            if found and meaning(shown, self.parser) == meant:
-                return frame.length + len(shown)
+            position = frame.length
+            for _ in range(written.count(end) + 1):  # the turn may have the end token's text
+                position = text.find(end, position)
+                if position < 0:
+                    break
+                if meaning(text[frame.length : position], self.parser) == meant:
+                    return position
+                position += len(end)
         return None
 
 
@@ -176,6 +172,11 @@ def _one_of(texts: Any) -> re.Pattern[str]:
 def _mark(text: str, texts: list[str]) -> str:
     texts.append(text)
     return f"{_MARK}{len(texts) - 1}{_MARK_END}"
+
+
+def _encodable(text: str) -> str:
+    """Return `text` with lone surrogates spelt out; JSON may have them."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _digest(text: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.clients import Room, opened
-from verl_ext.gateway.session import Node, Sampled, Session
+from verl_ext.gateway.session import Node, Place, Sampled, Session
 from verl_ext.gateway.template import Template
 
 TOOLS = [
@@ -113,15 +113,18 @@ class Policy:
         delivered: bool = True,
     ) -> Node:
         """Let the model answer, and return its turn. A stop string cuts the answer as the engine does."""
-        tokenizer = self.session.template.tokenizer
         place = self.session.place(list(messages), tools, is_open=is_open)
-        return self.answer(place, answer, ended=ended, stop=stop, delivered=delivered, tokenizer=tokenizer)
+        return self.answer(place, answer, ended=ended, stop=stop, delivered=delivered)
 
-    def answer(self, place, text, *, ended=True, stop=(), delivered=True, tokenizer=None) -> Node:
-        tokenizer = tokenizer or self.session.template.tokenizer
+    def answer(
+        self, place: Place, text: str, *, ended: bool = True, stop: Sequence[str] = (), delivered: bool = True
+    ) -> Node:
+        template = self.session.template
         found = [text.index(each) + len(each) for each in stop if each in text]
-        ids = tokenizer.encode(text[: min(found)] if found else text, add_special_tokens=False)
-        ids += [tokenizer.eos_token_id] * (ended and not found)
+        ids = template.encode(
+            template.opened([""], text[: min(found)] if found else text)
+        )  # a special token's text in pieces
+        ids += [template.tokenizer.eos_token_id] * (ended and not found)
         log_probs = [-next(self._numbers) / 1000 for _ in ids]
         self.log.append((place.prompt_ids, ids, log_probs))
         half = len(ids) // 2
