@@ -33,7 +33,7 @@ from verl_ext.gateway.template import Template
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 5.0  # after which a stream begins, and between its comments while the turn is written
+KEEP_ALIVE_S = 3.0  # after which a stream begins, and between its comments while the turn is written
 TOO_LONG, TURN_LIMIT = "context_length_exceeded", "turn_limit"  # codes of refusals that end an episode
 SAMPLING_HEADER, IGNORED_HEADER = "x-retool-sampling", "x-retool-ignored"
 _BYTES_PER_TOKEN = 32  # of a body, as JSON; a body with more than that for each token of the context is not parsed
@@ -128,7 +128,11 @@ class Gateway:
             max_context: tokens of a prompt and its turn.
             max_turns: that are sampled; a further request is refused with the code turn_limit.
             tools, call: schemas of the run's tools by name, and what calls one.
+        Raises:
+            RuntimeError: the gateway was not started.
         """
+        if not self._url:
+            raise RuntimeError("The gateway has no address yet. Await start() before open().")
         name = secrets.token_urlsafe(24)
         session = Session(self._template, max_context, dict(params), max_turns, name)
         room = Room(session, self._generate, model=self.model, tools=tools or {}, call=call)
@@ -166,8 +170,8 @@ class Gateway:
             room = self._rooms.get(_name(request))
             try:
                 return await work(request, door)
-            except (ConnectionError, web.HTTPException):  # of the client that has hung up
-                raise
+            except ConnectionError:  # the client has hung up
+                return web.Response()
             except Refused as error:
                 refused = error
                 if room and error.code in (TOO_LONG, TURN_LIMIT):

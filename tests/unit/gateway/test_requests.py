@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.unit.gateway.clients import Room, opened
+from tests.unit.gateway.clients import Room, opened, until
 from tests.unit.gateway.conftest import TOOLS
 from verl_ext.episode import CallResult
 
@@ -187,7 +187,7 @@ async def test_bad_requests_leave_a_conversation_as_it_was(post: Callable, plain
 
 async def test_a_prompt_without_room_for_an_answer_ends_an_episode(tokenizer: Any) -> None:
     async with opened(tokenizer, max_context=50) as room:
-        await room.ask([{"role": "user", "content": "1" * 20}])
+        await room.ask([{"role": "user", "content": "1" * 20}], max_tokens=10**6)
         ((_, params),) = room.script.requests
         assert params["max_tokens"] == 50 - len(room.session.nodes[0].place.prompt_ids)
         for long in ("1" * 60, "1" * 200_000):  # rendered, and too long to be read at all
@@ -199,7 +199,11 @@ async def test_a_prompt_without_room_for_an_answer_ends_an_episode(tokenizer: An
 
 async def test_a_session_has_a_limit_of_turns_also_in_flight(tokenizer: Any) -> None:
     async with opened(tokenizer, max_turns=2) as room:
-        answers = await asyncio.gather(*(room.ask(QUESTION) for _ in range(5)), return_exceptions=True)
+        room.script.gate.clear()
+        asking = [asyncio.create_task(room.ask(QUESTION)) for _ in range(5)]
+        await until(lambda: sum(each.done() for each in asking) == 3)  # the turns of the others run
+        room.script.gate.set()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
         refused = [each for each in answers if isinstance(each, openai.BadRequestError)]
         assert [each.code for each in refused] == ["turn_limit"] * 3
         with pytest.raises(openai.BadRequestError):

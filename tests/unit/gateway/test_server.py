@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
 
-from tests.unit.gateway.clients import Room, until
+from tests.unit.gateway.clients import Room, Script, until
 from tests.unit.gateway.conftest import TOOLS
+from verl_ext.gateway.server import Gateway
+from verl_ext.gateway.template import Template
 
 ODD_CALLS = [
     '<tool_call>\n{"name":"calc","arguments":{"expression":"1+1"}}\n</tool_call>',
@@ -243,6 +246,11 @@ async def test_sessions_do_not_meet(plain: Room) -> None:
             await client.with_options(base_url=other.base_url).chat.completions.create(model="m", messages=QUESTION)
     # the path counts, also where the key is a living session's
     assert len(plain.session.nodes) == 2
+
+
+async def test_a_session_needs_a_server_that_listens(tokenizer: Any) -> None:
+    with pytest.raises(RuntimeError, match="Await start"):
+        Gateway(Script(tokenizer).generate, Template(tokenizer)).open({}, 100, max_turns=1)
 
 
 async def test_a_sealed_session_answers_410_at_once(plain: Room) -> None:
