@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from verl_ext.doctor import (
+    agent,
     batch,
     checkpoints,
     config,
@@ -87,6 +88,10 @@ def _check_agreement(exam: Examination) -> Iterable[Finding]:
     return agreement.check_agreement(exam.run, exam.tokenizer) if exam.tokenizer is not None else ()
 
 
+def _check_play(exam: Examination) -> Iterable[Finding]:
+    return agent.check_play(exam.run, exam.tokenizer) if exam.tokenizer is not None else ()
+
+
 def _check_domains(exam: Examination) -> Iterable[Finding]:
     return domains.check_domains(exam.run, exam.tokenizer) if exam.tokenizer is not None else ()
 
@@ -117,6 +122,7 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
     ("data", Need.FILES, lambda exam: data.check_agent_names(exam.run)),
     ("data", Need.FILES, lambda exam: data.check_protocol(exam.run)),
     ("reward", Need.FILES, lambda exam: terms.check_terms(exam.run)),
+    ("agent", Need.FILES, lambda exam: agent.check_start(exam.run)),
     ("memory", Need.MACHINE, lambda exam: memory.check_memory(exam.run, exam.machine, exam.gpu_gib)),
     ("checkpoints", Need.FILES, lambda exam: checkpoints.check_steps(exam.run)),
     ("checkpoints", Need.FILES, lambda exam: places.check_output(exam.run)),
@@ -129,6 +135,7 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
     ("template", Need.VERL, _check_agreement),
     ("domains", Need.FILES, lambda exam: domains.check_sources_of_rows(exam.run)),
     ("domains", Need.VERL, _check_domains),
+    ("agent", Need.VERL, _check_play),
     ("data", Need.TOKENIZER, _check_rows),
     ("sandbox", Need.LOAD, lambda exam: sandbox.check_load(exam.run, seconds=exam.load_seconds)),
 )

@@ -96,6 +96,10 @@ def _check_classes(run: Run) -> Iterator[Finding]:
         found = yield from _entries(run, key, section, class_key)
         named += found
     yield from _check_functions(run)
+    agent = run.get("retool.agent.run")
+    if isinstance(agent, str) and ":" in agent:
+        module, _, name = agent.rpartition(":")
+        named.append((module, "retool.agent.run", name))
     for module, key, name in named:
         if not module or not name:
             continue

@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from verl_ext.rollout.starters import AgentCrashed, Endpoint
-from verl_ext.settings import LOOPBACK, TOKEN, AgentSettings
+from verl_ext.settings import TOKEN, AgentSettings
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -60,7 +60,7 @@ class OutsideStarter:
 
     def __init__(self, settings: AgentSettings, run_folder: str | Path):
         self._token, self._folder = os.environ.get(TOKEN, ""), Path(run_folder) / FOLDER
-        if problem := token_problem(settings.host, self._token):
+        if problem := settings.token_problem(self._token):
             raise ValueError(problem)
         self._free = asyncio.Semaphore(settings.max_processes)
         self._takers: deque[_Taker] = deque()
@@ -184,13 +184,3 @@ class OutsideStarter:
             return web.json_response({"error": "There is no such session, or it has ended."}, status=410)
         ended.set_result(error)
         return web.json_response({})
-
-
-def token_problem(host: str, token: str) -> str | None:
-    """Return why tasks cannot be handed out at this address; None if they can."""
-    if host in LOOPBACK or token:
-        return None
-    return (
-        f"retool.agent.host is {host}, which other machines may reach, but the environment has no {TOKEN}. Set it to a "
-        "long random text for the run and its agents, or use 127.0.0.1."
-    )

@@ -1,4 +1,4 @@
-"""A rollout without a model and without a sandbox: what the agent loop makes of given turns.
+"""A rollout without a model: what the agent loop makes of given turns, without a sandbox, or an agent of an answer.
 
 In: the tokens of a trace. Out: the tokens of the rollout in which the model samples the trace's own ones.
 """
@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.environments.base import Environment, Opening
-from verl_ext.episode import CallResult
+from verl_ext.episode import CallResult, Episode
 from verl_ext.protocols.base import Call, format_output
+from verl_ext.rollout import standalone
 from verl_ext.rollout.loop import RetoolAgentLoop
 
 Tokens = tuple[list[int], list[int]]  # (ids, loss mask) of a trace
@@ -85,3 +86,35 @@ async def roll_out(
     task["data_source"] = data_source
     row = (await loop.roll_out({"temperature": 1.0, "logprobs": False}, **task)).row
     return row.prompt_ids + row.ids, [0] * len(row.prompt_ids) + row.mask
+
+
+async def play_agent(
+    config: DictConfig,
+    task: Mapping[str, Any],
+    answer: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Any],
+) -> Episode:
+    """Let the agent of `retool.agent.run` play one episode, in its real environment, with a model that always says
+    `answer`.
+
+    Args:
+        config: an RL run's.
+        task: a row of the data set, as of `EpisodeLoop.roll_out`.
+    Raises:
+        AgentFailed, Exception: see `AgentLoop.play`.
+    """
+    ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+
+    async def generate(**_: Any) -> TokenOutput:
+        return TokenOutput(token_ids=list(ids), stop_reason="completed")
+
+    quiet = {"retool": {"recorder": {"enable": False}}}
+    loop = standalone.make_loop(
+        OmegaConf.merge(config, quiet), SimpleNamespace(generate=generate), tokenizer, list(tools), hf_model_type=None
+    )
+    try:
+        return await loop.roll_out({"temperature": 1.0, "logprobs": False}, **task)
+    finally:
+        await loop.aclose()

@@ -258,6 +258,15 @@ class AgentSettings:
         if self.host in ("", "0.0.0.0", "::"):  # agents are told this address
             raise ValueError(f"retool.agent.host is {self.host!r}: expected one address of this machine, or its name")
 
+    def token_problem(self, token: str) -> str | None:
+        """Return why agents from outside cannot be let in with this token of the environment; None if they can."""
+        if self.run != OUTSIDE or self.host in LOOPBACK or token:
+            return None
+        return (
+            f"retool.agent.host is {self.host}, which other machines may reach, but the environment has no {TOKEN}. "
+            "Set it to a long random text for the run and its agents, or use 127.0.0.1."
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:

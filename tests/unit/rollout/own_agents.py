@@ -122,3 +122,9 @@ class World(Environment):
 
     async def close(self):
         self.log.append("closed")
+
+
+async def rewrites(task, endpoint):
+    await ask(endpoint, task["messages"])
+    more = [{"role": "assistant", "content": "another"}, {"role": "user", "content": "2+2?"}]
+    await ask(endpoint, [*task["messages"], *more])

@@ -1,0 +1,86 @@
+"""An own agent: that it is there, and that it plays an episode with a scripted model."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl_ext.doctor import agent
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.names import check_names
+from verl_ext.settings import REPO
+
+AGENT = "tests/unit/rollout/own_agents.py"
+ROW = {
+    "data_source": "tiny_tools",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "reward_model": {"ground_truth": "2"},
+    "extra_info": {"index": 1},
+}
+
+
+@pytest.fixture
+def run(make_run, tmp_path):
+    """A run with this agent."""
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW]), file)
+
+    def make(agent, *overrides):
+        made = make_run("tiny_dapo", f"data.train_files={file}", f"retool.agent.run={agent}", *overrides)
+        made.folder = REPO  # where the file of agent loops is
+        return made
+
+    return make
+
+
+def test_the_quick_part_reads_whether_function_and_command_exist(run, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+
+    def failures(agent):
+        return told(check_names(run(agent)), Level.FAIL)
+
+    assert failures("no_file.py:solve") == [
+        "retool.agent.run is solve of no_file.py, but there is no such module -> Correct the path."
+    ]
+    (text,) = failures(f"{AGENT}:onc")
+    assert "retool.agent.run is 'onc', expected a name that" in text and "Did you mean once?" in text
+    assert not [each for each in check_names(run(f"{AGENT}:once")) if each.level == Level.FAIL]
+    (text,) = told(agent.check_start(run("[no-such-command, x]")), Level.FAIL)
+    assert "there is no command 'no-such-command' on PATH" in text
+    assert [*agent.check_start(run("[ls]"))] == [] == [*agent.check_start(run("null"))]
+
+
+def test_agents_from_other_machines_need_a_token(run, told):
+    outside = run("outside", "retool.agent.host=10.0.0.7")
+    (text,) = told(agent.check_start(outside, {}), Level.FAIL)
+    assert "has no RETOOL_AGENT_TOKEN -> Set it to a long random text" in text
+    assert [*agent.check_start(outside, {"RETOOL_AGENT_TOKEN": "x"})] == []
+    assert [*agent.check_start(run("outside"), {})] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "text"),
+    [
+        ("twice", Level.OK, "it ended as answer after 2 answer(s), with 1 row(s)"),
+        ("never_stops", Level.OK, "it ended as max_turns after 4 answer(s), with 1 row(s)"),
+        ("rewrites", Level.WARN, "with 2 row(s) to train on, because it changed what was said before (1 by history)"),
+        ("crashes_later", Level.WARN, "KeyError: 'what the model wrote'"),
+        ("crashes_at_once", Level.FAIL, "crashed before the model had answered"),
+        ("asks_nothing", Level.FAIL, "had asked the model nothing"),
+        ("one_argument", Level.FAIL, "is no function of two arguments, (task, endpoint)"),
+    ],
+)
+def test_the_full_part_plays_an_episode(run, told, tokenizer, monkeypatch, name, level, text):
+    monkeypatch.chdir(REPO)
+    (found,) = told(agent.check_play(run(f"{AGENT}:{name}"), tokenizer), level)
+    assert text in found
+
+
+@pytest.mark.parametrize("name", ["code_agent", "tools_agent"])
+def test_the_examples_play(run, told, tokenizer, monkeypatch, name):
+    monkeypatch.chdir(REPO)
+    (found,) = told(agent.check_play(run(f"docs/own_agent/{name}.py:solve"), tokenizer), Level.OK)
+    assert "ended as answer after 1 answer(s)" in found
+
+
+def test_a_run_without_an_own_agent_has_no_finding(run, tokenizer):
+    assert [*agent.check_play(run("null"), tokenizer)] == []
