@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 CallTool = Callable[[str, dict[str, Any]], Awaitable[CallResult]]  # the name of a tool, and its arguments
 
+TOO_LONG, TURN_LIMIT = "context_length_exceeded", "turn_limit"  # codes of refusals that end an episode
+_USUAL_CHARACTERS = 6  # of a token, at most, in a usual text
+_PIECE = 4096  # characters that are encoded at a time
+_PIECE_EXTRA = 64  # tokens that a piece may have more because it was cut out
+
 
 @dataclass(eq=False)
 class Answer:
@@ -80,6 +85,11 @@ def failed() -> Refused:
     return Refused("The gateway itself failed; the log of the run says how.", 500, "gateway_error")
 
 
+def _texts(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
 class Room:
     """See the module's docstring.
 
@@ -128,7 +138,7 @@ class Room:
         use.repeats += bool(earlier)
         limit = self.session.max_turns
         if limit is not None and len(self.session.nodes) + self._running >= limit:
-            raise Refused(f"This session may have {limit} turns, and has had them.", code="turn_limit")
+            raise Refused(f"This session may have {limit} turns, and has had them.", code=TURN_LIMIT)
         self._running += 1
         pending = Pending(self._run(self._turn(asked)), digest)
         pending.task.add_done_callback(self._count_end)
@@ -195,6 +205,7 @@ class Room:
 
     async def _turn(self, asked: Asked) -> Answer:
         session = self.session
+        self._check_length(asked.messages)
         try:
             place = session.place(asked.messages, asked.tools, is_open=asked.is_open)
         except RecursionError:
@@ -225,6 +236,19 @@ class Room:
         has_log_probs = asked.log_probs and sampled.log_probs is not None  # an evaluation asks the servers for none
         texts = [self._decode([i]) for i in node.ids] if has_log_probs else None
         return Answer(asked, node, asked.model or self._model, stop, texts)
+
+    def _check_length(self, messages: list[dict[str, Any]]) -> None:
+        """Raise Refused if texts cannot fit. To render and encode them whole, in vain, would hold up other sessions."""
+        limit, tokens = self.session.max_context, 0
+        texts = [text for message in messages for text in _texts(message.get("content"))]
+        if sum(map(len, texts)) <= _USUAL_CHARACTERS * limit:
+            return
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                tokens += max(0, len(self.session.template.encode([text[start : start + _PIECE]])) - _PIECE_EXTRA)
+                if tokens > limit:
+                    sentence = f"the prompt has over {tokens} tokens, and the limit of prompt and answer is {limit}"
+                    raise Refused(sentence, code=TOO_LONG)
 
     @contextmanager
     def _request_id(self, parent: Node | None) -> Iterator[str]:

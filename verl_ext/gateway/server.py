@@ -27,14 +27,13 @@ from verl_ext.episode import CallResult
 from verl_ext.gateway import anthropic, chat
 from verl_ext.gateway.asked import decoded
 from verl_ext.gateway.messages import Refused
-from verl_ext.gateway.rooms import CallTool, Room, ended, failed
+from verl_ext.gateway.rooms import TOO_LONG, TURN_LIMIT, CallTool, Room, ended, failed
 from verl_ext.gateway.session import Generate, Session
 from verl_ext.gateway.template import Template
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 3.0  # after which a stream begins, and between its comments while the turn is written
-TOO_LONG, TURN_LIMIT = "context_length_exceeded", "turn_limit"  # codes of refusals that end an episode
 SAMPLING_HEADER, IGNORED_HEADER = "x-retool-sampling", "x-retool-ignored"
 _BYTES_PER_TOKEN = 32  # of a body, as JSON; a body with more than that for each token of the context is not parsed
 _FREE_BYTES = 1 << 17  # of a body, beyond that

@@ -197,6 +197,26 @@ async def test_a_prompt_without_room_for_an_answer_ends_an_episode(tokenizer: An
             room.session.last_refusal = None
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_encoded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tokenizer, max_context=1000) as room:
+        template, encoded = room.session.template, []
+        encode = template.encode
+        monkeypatch.setattr(template, "encode", lambda parts: encoded.append(len(parts[0])) or encode(parts))
+        monkeypatch.setattr(template, "rendered", None)
+        for content in ("1" * 100_000, [{"type": "text", "text": "1" * 100_000}]):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await room.ask([{"role": "user", "content": content}])
+            assert refused.value.code == "context_length_exceeded"
+        assert sum(encoded) < 10_000 and room.endpoint.room.error is None
+
+
+async def test_a_long_text_of_few_tokens_is_served(qwen_tokenizer: Any) -> None:
+    async with opened(qwen_tokenizer, max_context=1000) as room:
+        await room.ask([{"role": "user", "content": "<tool_call>" * 900}])  # 11 characters and one token each
+
+
 async def test_a_session_has_a_limit_of_turns_also_in_flight(tokenizer: Any) -> None:
     async with opened(tokenizer, max_turns=2) as room:
         room.script.gate.clear()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,7 +201,6 @@ async def test_the_agents_clock_runs_again_when_it_hangs_up(plain: Room) -> None
 
 
 async def test_many_requests_at_once_are_all_served(plain: Room) -> None:
-    started = time.perf_counter()
     await asyncio.gather(*(plain.ask([{"role": "user", "content": str(i)}]) for i in range(60)))
     use, rows = await plain.ended()
-    assert (use.turns, len(rows)) == (60, 60) and time.perf_counter() - started < 20
+    assert (use.turns, len(rows)) == (60, 60)
