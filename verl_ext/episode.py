@@ -143,8 +143,9 @@ class Turn:
     calls: list[TurnCall] = field(default_factory=list)
     reply: Reply | None = None
     end: str = ""
-    parent: int | None = None  # index in `Episode.turns` of the turn it continues from; None: the one before it
+    parent: int | None = None  # index in `Episode.turns` of the turn it continues from; None: the one before; -1: none
     row: int = 0  # index in `Episode.rows` of the row that trains it
+    fork: Literal["history", "tools", "template"] | None = None  # why its prompt was rendered anew; None: it was not
 
 
 @dataclass

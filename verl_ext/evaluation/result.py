@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from verl_ext.episode import Episode, EpisodeKey, Reward, TokenRow, ToolUse
+from verl_ext.episode import AgentUse, Episode, EpisodeKey, Reward, TokenRow, ToolUse
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.evaluation.samples import NoSamples, Sample, failure_of, find_samples, sample_of
 from verl_ext.evaluation.store import flatten
 from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records import store
-from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.rollout.tool_use import agent_metrics, tool_metrics
 from verl_ext.runs import durable
 from verl_ext.runs.folder import FOLDER, SETTINGS
 
@@ -106,19 +106,25 @@ def _about(file: Path) -> dict[str, Any]:
 
 
 def _tools(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return `tool_metrics` of the samples that were judged; {} if they note no use of tools, as imported ones."""
+    """Return `tool_metrics` and `agent_metrics` of the samples that were judged; {} if they note no use of tools, as
+    imported ones."""
     noted = [row for row in rows if row["tool_use"] not in (None, "{}") and not failure_of(row)]
-    return tool_metrics([_episode(row) for row in noted])
+    episodes = [_episode(row) for row in noted]
+    return tool_metrics(episodes) | agent_metrics(episodes)
 
 
 def _episode(row: Mapping[str, Any]) -> Episode:
-    """Return what `tool_metrics` needs of a row of the records."""
-    turns = [turn for turn in row["turns"] if turn["role"] == "model"]
+    """Return what the metrics need of a row of the records."""
+    spans: dict[int, list[tuple[int, int]]] = {0: []}  # by the row of the episode
+    for turn in row["turns"]:
+        if turn["role"] == "model":
+            spans.setdefault(turn.get("row") or 0, []).append((turn["start"], turn["start"] + turn["tokens"]))
     return Episode(
         EpisodeKey(row["uid"], row["session"]),
-        rows=[TokenRow(model_spans=[(turn["start"], turn["start"] + turn["tokens"]) for turn in turns])],
+        rows=[TokenRow(model_spans=spans[number]) for number in sorted(spans)],
         finish_reason=row["end_reason"],
         use=msgspec.json.decode(row["tool_use"], type=ToolUse),
+        agent=msgspec.json.decode(row["agent"], type=AgentUse) if row.get("agent") else None,
         reward=Reward(None, {"acc": row["acc"]}),
     )
 

@@ -197,15 +197,16 @@ class Sampler:
     def _episode_of(self, key: EpisodeKey, row: Mapping[str, Any]) -> Episode:
         """Return what the reward manager needs of a recorded response. Its text is encoded again, so the numbers of
         tokens may differ a little from those of the response, which matters only for penalties on the length."""
-        ids: list[int] = []
-        spans: list[tuple[int, int]] = []
-        for turn in row["turns"]:
-            start = len(ids)
-            ids += self._tokenizer.encode(turn["text"], add_special_tokens=False)
-            spans += [(start, len(ids))] if turn["role"] == "model" else []
+        rows = [TokenRow()]
+        for turn in sorted(row["turns"], key=lambda turn: (turn.get("row") or 0, turn["start"])):
+            while len(rows) <= (turn.get("row") or 0):
+                rows.append(TokenRow())
+            start = len(rows[-1].ids)
+            rows[-1].ids += self._tokenizer.encode(turn["text"], add_special_tokens=False)
+            rows[-1].model_spans += [(start, len(rows[-1].ids))] if turn["role"] == "model" else []
         finish_reason = json.loads(row["reward_parts"])["finish_reason"]
         use = msgspec.json.decode(row["tool_use"], type=ToolUse)
-        return Episode(key, rows=[TokenRow(ids=ids, model_spans=spans)], finish_reason=finish_reason, use=use)
+        return Episode(key, rows=rows, finish_reason=finish_reason, use=use)
 
     def _loop(self, row: Mapping[str, Any]) -> EpisodeLoop:
         name = row.get("agent_name") or self._default_loop

@@ -12,7 +12,6 @@ import pyarrow as pa
 VERSION = "3"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
-ADDED = ("evidence",)  # columns that older files of this version lack
 LOST_KEY = b"retool_lost"  # of the trajectories of a step: groups that the step decided but that never arrived
 
 _S = pa.float64()  # seconds
@@ -33,6 +32,10 @@ TURN = _struct(
     server=pa.string(),  # address and port of the server that wrote a model's turn, or its newest part
     started_s=_S,
     generate_s=_S,  # from the request to the end, including the wait for the server
+    # Of an agent's conversation that branches (verl_ext/gateway):
+    parent=pa.int32(),  # index into `turns` of the model's turn that it continues from; null: the one before; -1: none
+    row=pa.int32(),  # the row of the episode that trains it; `start` is a place in that row's response
+    fork=pa.string(),  # why its prompt was rendered anew: history, tools, template; null if it was not
 )
 CALL = _struct(
     turn=pa.int32(),  # index into `turns` of the model's turn that made it
@@ -49,7 +52,9 @@ CALL = _struct(
     attempts=pa.int32(),
     started_s=_S,
 )
-VERSION_SPAN = _struct(start=pa.int32(), end=pa.int32(), version=pa.int32())  # tokens [start, end) of the response
+VERSION_SPAN = _struct(  # tokens [start, end) of a row's response
+    start=pa.int32(), end=pa.int32(), version=pa.int32(), row=pa.int32()
+)
 VERDICT = _struct(extracted=pa.string(), normalised=pa.string(), rule=pa.string(), text=pa.string())
 TIMINGS = _struct(queue_s=_S, generate_s=_S, tool_s=_S, score_s=_S, started_s=_S, ended_s=_S)
 
@@ -92,6 +97,7 @@ TRAJECTORIES = pa.schema(
         # Base64 of the files from which the environment can score the episode again (`python -m verl_ext.environments
         # reverify`); null if the environment keeps none.
         "evidence": pa.string(),
+        "agent": pa.string(),  # JSON: the counts of episode.AgentUse; null if no agent with a base_url made the episode
     }
 )
 
@@ -99,12 +105,13 @@ TOKENS = pa.schema(
     {
         "uid": pa.string(),
         "session": pa.int32(),
+        "row": pa.int32(),  # of the episode
         "step": pa.int32(),  # the step whose update trained on it
-        "position": pa.int32(),  # in the response, from 0
+        "position": pa.int32(),  # in the row's response, from 0
         "id": pa.int32(),
         "text": pa.string(),  # "" for a part of a character, whose text a later token has
         "mask": pa.bool_(),  # whether the token trains
-        "turn": pa.int32(),  # index into `turns`
+        "turn": pa.int32(),  # index into those of `turns` that are of this row
         "version": pa.int32(),  # of the weights that wrote it; null for tool output
         "rollout_log_prob": pa.float32(),
         "old_log_prob": pa.float32(),
@@ -121,3 +128,7 @@ TOKENS = pa.schema(
 TIMELINE = pa.schema({"step": pa.int32(), "what": pa.string(), "start_s": _S, "end_s": _S})
 
 SCHEMAS = {"trajectories": TRAJECTORIES, "tokens": TOKENS, "timeline": TIMELINE, "waiting": TRAJECTORIES}
+
+# What older files of this version lack: columns, and fields of the structs in a column.
+ADDED = {"evidence": pa.string(), "agent": pa.string(), "row": pa.int32()}
+ADDED_WITHIN = {"turns": ("parent", "row", "fork"), "version_spans": ("row",)}

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_ext.records.schema import ADDED, CPU_KEY, LOST_KEY, SCHEMAS, VERSION, VERSION_KEY
+from verl_ext.records.schema import ADDED, ADDED_WITHIN, CPU_KEY, LOST_KEY, SCHEMAS, VERSION, VERSION_KEY
 from verl_ext.runs import parquet
 from verl_ext.runs.folder import FOLDER, RecordFile, files_of, path_of
 from verl_ext.settings import RecorderSettings
@@ -34,6 +34,7 @@ _LONG = (
     "reward_parts",
     "tool_use",
     "evidence",
+    "agent",
 )
 _OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
 
@@ -72,16 +73,23 @@ def _check(path: Path, schema: pa.Schema) -> None:
         raise parquet.Unreadable(f"{path} has records of version {version}; expected {VERSION}.{older}")
     known = SCHEMAS.get(path.parent.name)  # None if the file was moved elsewhere
     types = {field.name: field.type for field in schema}
-    types |= {name: pa.string() for name in ADDED if name not in types}
-    if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:
+    types = ADDED | types
+    if lacks := [field.name for field in known or () if types.get(field.name) not in (field.type, _older(field))]:
         raise parquet.Unreadable(
             f"{path} lacks columns of version {VERSION}, or they have another type: {', '.join(lacks)}."
         )
 
 
+def _older(field: pa.Field) -> pa.DataType:
+    """Return the type that a column had before fields were added to its structs."""
+    if not (added := ADDED_WITHIN.get(field.name)):
+        return field.type
+    return pa.list_(pa.struct([part for part in field.type.value_type if part.name not in added]))
+
+
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a file as `parquet.read` does; also raises Unreadable for a file of another version. A column of ADDED that
-    the file lacks is left out."""
+    """Read a file as `parquet.read` does; also raises Unreadable for a file of another version. What an older
+    file lacks, of ADDED and ADDED_WITHIN, is left out."""
     return parquet.read(path, columns, _check)
 
 

@@ -18,9 +18,11 @@ _Told = dict[int, tuple[np.ndarray, np.ndarray]]  # record -> log-probs and deci
 class TokenParts:
     """What was reported of a step: arrays over the tokens of responses, one after the other without padding.
 
+    A response is a row of an episode.
+
     Attributes:
-        batches: `record` (int64, a name of each response within the run), `lengths` (int64), `uid`, `session` of each;
-            of each token `id`, `mask`, `sampled` (whether the model wrote it), `turn`, `version` (-1: none),
+        batches: `record` (int64, a name of each response within the run), `lengths` (int64), `uid`, `session`, `row` of
+            each; of each token `id`, `mask`, `sampled` (whether the model wrote it), `turn`, `version` (-1: none),
             `rollout_log_prob` and `old_log_prob` (NaN: none), `advantage`; `spelled`, place -> text of tokens that are
             not whole characters.
         losses: `record`, `lengths` of each response; of each token `log_prob` and `decision` (a code); `correction`,
@@ -67,6 +69,7 @@ def _of_batch(step: int, batch: Mapping[str, Any], told: _Told, names: pa.Array,
     columns = dict(batch) | {
         "uid": pa.array(batch["uid"], pa.string()).take(pa.array(np.repeat(np.arange(len(lengths)), lengths))),
         "session": np.repeat(batch["session"], lengths),
+        "row": np.repeat(batch["row"], lengths),
         "step": np.full(total, step),
         "position": np.arange(total) - np.repeat(ends - lengths, lengths),
         "text": text,

@@ -56,7 +56,6 @@ def to_record(episode: Episode) -> dict[str, Any]:
         known = {"session": episode.key.session, "exception": text_of(episode.exception), "timings": times}
         return known | {"end_reason": str(end), "fault": str(RolloutEnd.RAISED.fault)}
     turns, calls = _turns_and_calls(episode.turns)
-    spans = episode.rows[-1].version_spans if episode.rows else ()  # as the turns: of the row with the answer
     if use:
         times |= {name: getattr(use, name) for name in ("queue_s", "generate_s", "tool_s")}
     return {
@@ -66,7 +65,11 @@ def to_record(episode: Episode) -> dict[str, Any]:
         "protocol": episode.protocol,
         "turns": turns,
         "calls": calls,
-        "version_spans": [dict(zip(("start", "end", "version"), span, strict=True)) for span in spans],
+        "version_spans": [
+            {"start": start, "end": end, "version": version, "row": number}
+            for number, row in enumerate(episode.rows)
+            for start, end, version in row.version_spans
+        ],
         "end_reason": str(end),
         "exception": _exception(episode, calls),
         "fault": str(_ENDS[end].fault) if end in _ENDS else None,
@@ -80,6 +83,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
         "sampling": _json(episode.sampling),
         "tool_use": _json(vars(use) if use else {}),
         "evidence": _base64(episode.score.evidence) if episode.score else None,
+        "agent": _json(vars(episode.agent)) if episode.agent else None,
     }
 
 
@@ -97,18 +101,22 @@ def _exception(episode: Episode, calls: Sequence[Row]) -> str | None:
 _ENDS = {str(end): end for end in RolloutEnd}
 _encode = msgspec.json.Encoder(enc_hook=lambda value: value.item() if hasattr(value, "item") else str(value)).encode
 _VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
-_OF_TURN = ("text", "end", "tokens", "start", "server", "started_s", "generate_s")
+_OF_TURN = ("text", "end", "tokens", "start", "server", "started_s", "generate_s", "row", "fork")
 
 
 def _turns_and_calls(turns: Sequence[Turn]) -> tuple[list[dict], list[dict]]:
     rows: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
+    places: list[int] = []  # of each of the model's turns among the rows
     for turn in turns:
         first = len(calls) if turn.calls else None
         calls += [_call(call, len(rows)) for call in turn.calls]
-        rows.append({"role": "model", "call": first} | {name: getattr(turn, name) for name in _OF_TURN})
+        parent = turn.parent if turn.parent is None or turn.parent < 0 else places[turn.parent]
+        places.append(len(rows))
+        noted = {"role": "model", "call": first, "parent": parent}
+        rows.append(noted | {name: getattr(turn, name) for name in _OF_TURN})
         if turn.reply and turn.reply.tokens:
-            rows.append({"call": first, **vars(turn.reply)})
+            rows.append({"call": first, "row": turn.row, **vars(turn.reply)})
     return rows, calls
 
 

@@ -41,6 +41,7 @@ def turns_of(leaves: Sequence[Leaf], called: Sequence[TurnCall], use: ToolUse, t
             node.generate_s,
             end=node.end,
             row=row,
+            fork=node.place.fork,
         )
         turn.parent = None if index.get(before, -1) == len(turns) - 1 else index.get(before, -1)
         after = following.get(node)

@@ -55,6 +55,8 @@ def trace_of(row: Mapping[str, Any], name: str, source: str) -> Trace:
     """
     if row["opening"] is None:
         raise LeftOut(Reason.NOT_A_TRACE, "the records do not have what its prompt was made of")
+    if row.get("agent"):
+        raise LeftOut(Reason.NOT_A_TRACE, "an agent asked the model, and the records do not have the agent's messages")
     if row["end_reason"] not in (RolloutEnd.ANSWER, RolloutEnd.UNVERIFIED):
         raise LeftOut(Reason.NOT_A_TRACE, f"it did not end with an answer but by {row['end_reason']}")
     if refused := [call["status"] for call in row["calls"] if call["tool"] is None]:

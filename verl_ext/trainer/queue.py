@@ -7,7 +7,7 @@ from typing import Any
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
-from verl_ext.episode import Episode, EpisodeKey, from_row
+from verl_ext.episode import Episode, EpisodeKey, TokenRow, from_row
 from verl_ext.outcome import STOPS_RUN
 
 PARTITION = "train"
@@ -44,8 +44,16 @@ def episodes_of(keys: Iterable[EpisodeKey], extra_fields: Iterable[Any]) -> list
     Args:
         extra_fields: verl's column of that name, of each row.
     """
-    rows = zip(keys, extra_fields, strict=True)
-    return [*{key.episode: from_row(key.episode, getattr(extra, "data", extra)) for key, extra in rows}.values()]
+    last = dict(
+        zip((key.episode for key in keys), extra_fields, strict=True)
+    )  # all rows of an episode have its summary
+    return [from_row(key, getattr(extra, "data", extra)) for key, extra in last.items()]
+
+
+def row_of(key: EpisodeKey, extra_fields: Any) -> TokenRow:
+    """Return the spans of a row of the queue, by its `extra_fields`; another project's loop notes only its own."""
+    rows = from_row(key, getattr(extra_fields, "data", extra_fields)).rows
+    return rows[key.row] if key.row < len(rows) else rows[-1]
 
 
 def share_cut(batch: KVBatchMeta) -> float | None:

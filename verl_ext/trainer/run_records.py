@@ -26,7 +26,7 @@ from verl_ext.records.recorder import Fates, costs_nothing
 from verl_ext.rollout import recorder_actor
 from verl_ext.runs.folder import files_of
 from verl_ext.settings import RecorderSettings
-from verl_ext.trainer.queue import episodes_of, real_keys
+from verl_ext.trainer.queue import real_keys, row_of
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 if it is not recorded
 STEP_BITS = 32
@@ -105,10 +105,10 @@ class RunRecords(Observer):
         self._left_out |= event.selection.left_out
         groups = sorted({key.uid for key in rows.values()}, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
-        # An episode is recorded once, by its last row; a copy of it has the same tokens.
-        last = {key.original: text for text, key in rows.items() if key.uid in groups}
-        if last:
-            self._report_tokens(event.step, batch, {text: rows[text] for text in last.values()})
+        # A row is recorded once; that of a copy has the same tokens.
+        found = {(key.original, key.row): text for text, key in rows.items() if key.uid in groups}
+        if found:
+            self._report_tokens(event.step, batch, {text: rows[text] for text in found.values()})
         self._cpu_s += time.process_time() - began
 
     def _report_tokens(self, step: int, batch: KVBatchMeta, chosen: Mapping[str, EpisodeKey]) -> None:
@@ -182,16 +182,18 @@ def token_columns(records: Mapping[EpisodeKey, int], data: Mapping[str, Any]) ->
             return np.full(total, np.nan, np.float32)
         return torch.cat([row.float() for row in data[name].unbind()]).numpy()
 
-    turns, versions, episodes = [], np.full(total, -1), episodes_of(records, data["extra_fields"])
-    for length, end, episode in zip(lengths.tolist(), np.cumsum(lengths).tolist(), episodes, strict=True):
-        turns.append(_turns(length, episode.row.model_spans))
-        for start, stop, version in episode.row.version_spans:
+    turns, versions = [], np.full(total, -1)
+    rows = (row_of(key, extra_fields) for key, extra_fields in zip(records, data["extra_fields"], strict=True))
+    for length, end, row in zip(lengths.tolist(), np.cumsum(lengths).tolist(), rows, strict=True):
+        turns.append(_turns(length, row.model_spans))
+        for start, stop, version in row.version_spans:
             versions[end - length + start : end - length + stop] = -1 if version is None else version
     return {
         "record": np.array(list(records.values())),
         "lengths": lengths,
         "uid": [key.uid for key in records],
         "session": [key.session for key in records],
+        "row": [key.row for key in records],
         "id": torch.cat(list(data["responses"].unbind())).numpy(),
         "mask": flat("response_mask") > 0,
         "sampled": flat("loss_mask") > 0,
@@ -227,7 +229,7 @@ def spelled(
 
 
 def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return int[length], the index into a trajectory's turns; each tool output is a turn."""
+    """Return int[length], the index into the turns of a row of a trajectory; each tool output is a turn."""
     turns, turn, at = np.zeros(length, np.int64), -1, 0
     for start, end in spans:
         turn += start > at

@@ -122,9 +122,9 @@ def sample_page(request: Request) -> Response:
     if request.query_params.get("raw"):
         # A value that is not a number becomes null, and characters that reverse or hide text are escaped.
         return PlainTextResponse(json.dumps(msgspec.json.decode(msgspec.json.encode(row)), indent=1))
-    sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
+    sql = "SELECT * FROM records WHERE uid = $uid AND session = $session ORDER BY position"
     told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", [key])
-    lens = tokens.lens(told, row["turns"] or [])
+    lens = tokens.lens(told, row["turns"], request.query_params.get("row", ""))
     colour = next((name for name in tokens.COLOURED if name == request.query_params.get("colour")), "advantage")
     return page(request, "sample.html", run=run, key=key, row=row, rows=rows, colour=colour, **lens)
 

@@ -55,8 +55,10 @@ def state_of(path: Path) -> State | None:
 
 
 def without_holes(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a rollout in whose lists every turn, call and span is a struct, of nulls if the file has null."""
-    return row | {name: [each or dict.fromkeys(names) for each in row[name] or []] for name, names in _PARTS.items()}
+    """Return a rollout in whose lists every turn, call and span is a struct, of nulls where the file has null or, as an
+    older one, nothing; so is a column that the file lacks."""
+    parts = {name: [dict.fromkeys(names) | (each or {}) for each in row[name] or []] for name, names in _PARTS.items()}
+    return dict.fromkeys(TRAJECTORIES.names) | row | parts
 
 
 def step_of(key: str) -> int:

@@ -64,6 +64,14 @@ def rewards(row: Rollout) -> str:
         return row["reward_parts"]
 
 
+def agent(row: Rollout) -> str:
+    """Return what an agent did with the gateway: the counts that are not 0."""
+    counts = json.loads(row["agent"] or "{}")
+    forks = ", ".join(f"{number} by {why}" for why, number in counts.pop("forks", {}).items())
+    said = [f"{name} {value:g}" for name, value in counts.items() if value]
+    return ", ".join(said) + (f"; forks: {forks}" if forks else "")
+
+
 def diff(left: Rollout, right: Rollout) -> list[tuple[str, str | None, str | None]]:
     """Return ("same" | "changed", line of the left or None, of the right); ("far", None, None) for lines left out, and
     ("cut", None, None) at the end if lines beyond MAX_LINES, which are not compared, differ."""

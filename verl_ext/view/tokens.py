@@ -13,15 +13,35 @@ CATEGORIES = ("mask", "turn", "version", "decision")
 NEUTRAL = {"ratio": 1.0, "advantage": 0.0}  # the middle of the scale; for other columns it is the median
 
 
-def lens(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the page needs of a response's tokens and turns."""
+def lens(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]], chosen: str = "") -> dict[str, Any]:
+    """Return what the page needs of a response's tokens and turns.
+
+    Args:
+        chosen: the row of the episode whose tokens are shown; if it has none of that name, the last one, which has the
+            answer.
+    """
+    of_rows = {number: ([], _of_row(turns, number)) for number in sorted({row.get("row") or 0 for row in rows})}
+    for row in rows:
+        of_rows[row.get("row") or 0][0].append({name: row.get(name) for name in COLUMNS})
+    number = next((number for number in of_rows if str(number) == chosen), max(of_rows, default=0))
+    elsewhere = {other: foreign(*own) for other, own in of_rows.items() if other != number}
+    rows, turns = of_rows.get(number, ([], []))
     return {
+        "token_rows": [*of_rows],
+        "token_row": number,
+        "foreign_elsewhere": {other: places for other, places in elsewhere.items() if places},
         "tokens": rows,
         "data": {"columns": COLUMNS, "rows": [[text.cell(value) for value in row.values()] for row in rows]},
         "tool_turns": {number for number, turn in enumerate(turns) if turn["role"] != "model"},
         "foreign": dict.fromkeys(foreign(rows, turns)),  # a dict, because the page looks up each token in it
         "colours": partial(colours, rows=rows),
     }
+
+
+def _of_row(turns: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return the turns of a row of the episode, as its tokens count them."""
+    own = [turn for turn in turns if (turn.get("row") or 0) == number]
+    return own if len(own) == len(turns) else sorted(own, key=lambda turn: turn["start"] or 0)
 
 
 def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[tuple[str, str]]]:

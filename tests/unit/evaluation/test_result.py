@@ -83,6 +83,15 @@ def test_a_run_is_evaluated_by_its_last_validation(tmp_path):
     assert result["tools"]["tool/first_call_position"] == pytest.approx(0.08)  # 2 of 25 tokens
 
 
+def test_an_agents_episode_of_two_rows_has_its_turns_by_row_and_its_own_metrics(tmp_path):
+    """Turns of 10, 10 and 4 tokens, and 5 of a tool's between the first two: those of different rows have nothing."""
+    of_two = [*row("p", 0, 1)["turns"], {"role": "model", "text": "7", "tokens": 4, "start": 0, "row": 1}]
+    agent = json.dumps({"requests": 4, "rows": 2, "forks": {"history": 1}})
+    result, text = make_result(write(tmp_path, [row("p", 0, 1, turns=of_two, agent=agent)]), draws=10)
+    names = ("turn/model_tokens", "turn/tool_tokens", "agent/requests", "agent/rows", "agent/forks/history")
+    assert [result["tools"][name] for name in names] == [8.0, 5.0, 4.0, 2.0, 1.0] and "agent/rows" in text
+
+
 def test_samples_that_note_no_use_of_tools_have_no_metrics_of_them(tmp_path):
     imported = [row("p", 0, 1, tool_use=None), row("p", 1, 1, tool_use="{}")]
     result, text = make_result(write(tmp_path, imported), draws=10)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl_ext.records import store
-from verl_ext.records.schema import ADDED, CPU_KEY, SCHEMAS, TRAJECTORIES
+from verl_ext.records.schema import ADDED, ADDED_WITHIN, CPU_KEY, SCHEMAS, TOKENS, TRAJECTORIES
 from verl_ext.runs import parquet
 from verl_ext.settings import RecorderSettings
 
@@ -20,12 +20,14 @@ ROW = {
     "prompt": "1+1?\x00\u202e\x1b[31m",
     "turns": [
         {"role": "model", "text": "<code>print(2)</code>", "tokens": 5, "start": 0, "call": 0}
-        | {"server": "10.0.0.1:80", "started_s": 1.0, "generate_s": 2.0, "end": "", "shown": None},
+        | {"server": "10.0.0.1:80", "started_s": 1.0, "generate_s": 2.0, "end": "", "shown": None}
+        | {"parent": None, "row": 0, "fork": None},
         {"role": "tool", "text": "2", "shown": ["2"], "tokens": 1, "start": 5, "call": 0, "end": None}
-        | dict.fromkeys(("server", "started_s", "generate_s")),
+        | dict.fromkeys(("server", "started_s", "generate_s", "parent", "fork"))
+        | {"row": 0},
     ],
     "calls": [{"turn": 0, "tool": "python", "code": "print(2)", "stdout": "2", "status": "ok", "run_s": 0.25}],
-    "version_spans": [{"start": 0, "end": 5, "version": 16}],
+    "version_spans": [{"start": 0, "end": 5, "version": 16, "row": 0}],
     "score": -1.0,
     "verdict": {"extracted": "2", "rule": "boxed"},
     "timings": {"generate_s": 0.5},
@@ -55,19 +57,38 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
         store.read(path)
 
 
+def older_type(field):
+    if not (added := ADDED_WITHIN.get(field.name)):
+        return field.type
+    return pa.list_(pa.struct([part for part in field.type.value_type if part.name not in added]))
+
+
 def test_an_older_file_that_lacks_an_added_column_is_read_and_rewritten(tmp_path):
     path = store.path_of(tmp_path, "trajectories", 17)
     store.write(path, "trajectories", [ROW])
-    older = store.read(path).drop_columns(list(ADDED))
+    (newer,) = store.read(path).to_pylist()
+    types = [pa.field(each.name, older_type(each)) for each in TRAJECTORIES if each.name not in ADDED]
+    schema = pa.schema(types, metadata=store.read(path).schema.metadata)
+    older = pa.Table.from_pylist([newer], schema=schema)
     pq.write_table(older, path)
     (row,) = store.rows(tmp_path)
-    assert row["uid"] == "u1" and "evidence" not in row
+    assert row["uid"] == "u1" and not {"evidence", "agent"} & row.keys()
+    assert row["turns"][0]["text"] == ROW["turns"][0]["text"] and not {"parent", "row"} & row["turns"][0].keys()
     assert [*store.rows(tmp_path, columns=["uid", "evidence"])] == [{"uid": "u1"}]
     store.rewrite(path, lambda rows: rows)
-    assert next(store.rows(tmp_path))["evidence"] is None
+    rewritten = next(store.rows(tmp_path))
+    assert rewritten["evidence"] is rewritten["turns"][0]["row"] is rewritten["version_spans"][0]["row"] is None
     pq.write_table(older.drop_columns(["uid"]), path)
     with pytest.raises(parquet.Unreadable, match="lacks columns of version 3, or they have another type: uid"):
         store.read(path)
+
+
+def test_tokens_of_an_older_run_have_no_row(tmp_path):
+    path = store.path_of(tmp_path, "tokens", 17)
+    store.write(path, "tokens", [{"uid": "u", "session": 0, "row": 1, "position": 4}])
+    assert next(store.rows(tmp_path, "tokens"))["row"] == 1 and store.read(path).schema.names == TOKENS.names
+    pq.write_table(store.read(path).drop_columns(["row"]), path)
+    assert "row" not in next(store.rows(tmp_path, "tokens"))
 
 
 def test_a_step_is_listed_before_its_validation_and_by_number(tmp_path):

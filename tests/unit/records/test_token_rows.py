@@ -16,6 +16,7 @@ def batch(**changes):
         "lengths": np.array([3, 2]),
         "uid": ["a", "b"],
         "session": [4, 0],
+        "row": [0, 2],
         "id": np.array([11, 12, 13, 11, 14]),
         "mask": np.array([True, False, True, True, True]),
         "sampled": np.array([True, False, True, True, True]),
@@ -51,12 +52,12 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them():
 def test_a_token_has_its_place_its_numbers_and_what_the_loss_did_with_it():
     losses = [loss(71, [-3.0, -4.5], [KEPT, DROPPED]), loss(70, [-1.5, 7, -2.0], [CLIPPED_LOW, KEPT, KEPT])]
     found = rows(TokenParts([batch()], losses))
-    assert [(r["uid"], r["session"], r["step"], r["position"], r["id"]) for r in found] == [
-        ("a", 4, 9, 0, 11),
-        ("a", 4, 9, 1, 12),
-        ("a", 4, 9, 2, 13),
-        ("b", 0, 9, 0, 11),
-        ("b", 0, 9, 1, 14),
+    assert [(r["uid"], r["session"], r["row"], r["step"], r["position"], r["id"]) for r in found] == [
+        ("a", 4, 0, 9, 0, 11),
+        ("a", 4, 0, 9, 1, 12),
+        ("a", 4, 0, 9, 2, 13),
+        ("b", 0, 2, 9, 0, 11),
+        ("b", 0, 2, 9, 1, 14),
     ]
     assert [r["text"] for r in found] == ["x", "=", "1", "x", None]
     assert [r["mask"] for r in found] == [True, False, True, True, True]

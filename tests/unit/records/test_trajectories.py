@@ -10,6 +10,7 @@ import pytest
 
 from verl_ext.episode import (
     MAX_EVIDENCE,
+    AgentUse,
     CallResult,
     Episode,
     EpisodeKey,
@@ -84,7 +85,7 @@ def test_a_row_says_where_it_belongs_what_was_said_and_what_it_earned(tmp_path):
     assert (ran["code"], ran["stdout"], ran["stderr"], ran["exit_code"]) == ("1/0", "", "Zero", 1)
     assert (ran["status"], ran["fault"], ran["attempts"], ran["turn"]) == ("ZeroDivision", "model", 2, 0)
     assert (malformed["status"], malformed["fault"], malformed["tool"]) == ("malformed:empty_code", "model", None)
-    assert row["version_spans"][1] == {"start": 7, "end": 8, "version": 5}
+    assert row["version_spans"][1] == {"start": 7, "end": 8, "version": 5, "row": 0}
     assert (row["end_reason"], row["fault"], row["acc"], row["score"]) == ("answer", "none", 1.0, 1.0)
     assert row["verdict"] == {"extracted": "2", "normalised": "2.0", "rule": "equal", "text": "right"}
     assert json.loads(row["reward_parts"])["reward_base"] == 1.0
@@ -137,9 +138,9 @@ def test_an_episode_of_another_projects_loop_has_a_row_without_turns_and_seconds
     assert found["timings"]["generate_s"] is None
 
 
-def test_the_record_has_the_spans_of_the_last_row_of_an_episode():
+def test_the_record_has_the_spans_of_all_rows_of_an_episode():
     rows = [TokenRow(version_spans=[(0, 4, 4)]), TokenRow(version_spans=[(0, 2, 5)])]
-    assert [span["version"] for span in row_of(rows=rows)["version_spans"]] == [5]
+    assert [(span["row"], span["version"]) for span in row_of(rows=rows)["version_spans"]] == [(0, 4), (1, 5)]
 
 
 def test_a_row_names_its_problem_its_id_and_a_gold_of_any_form():
@@ -229,3 +230,33 @@ def test_a_row_has_the_evidence_of_its_score_if_it_is_not_too_large():
     assert base64.b64decode(evidence(b"files")) == b"files"
     assert len(evidence(bytes(MAX_EVIDENCE))) > MAX_EVIDENCE
     assert [evidence(b""), evidence(bytes(MAX_EVIDENCE + 1)), row_of()["evidence"]] == [None] * 3
+
+
+def test_a_conversation_that_branches_keeps_its_tree():
+    """The third turn goes on from the first in a row of its own, the fourth begins anew after an edit, and the
+    fifth goes on from the second, whose place in the record is after the reply."""
+    said = Reply("ok", 2, 3, ["ok"], "user")
+    turns = [
+        Turn("a", 3, 0, None, 100.0, 1.0, reply=said),
+        Turn("b", 1, 5, None, 101.0, 1.0),
+        Turn("c", 2, 0, None, 102.0, 1.0, parent=0, row=1),
+        Turn("d", 4, 0, None, 103.0, 1.0, parent=-1, row=2, fork="history"),
+        Turn("e", 1, 6, None, 104.0, 1.0, parent=1),
+    ]
+    spans = [[(0, 3, 6), (5, 6, 7)], [(0, 2, 7)], [(0, 4, 7)]]
+    rows = [TokenRow(version_spans=own) for own in spans]
+    found = row_of(turns=turns, rows=rows, agent=AgentUse(requests=5, forks={"history": 1}))
+    told = [tuple(turn.get(name) for name in ("text", "parent", "row", "fork")) for turn in found["turns"]]
+    assert told == [
+        ("a", None, 0, None),
+        ("ok", None, 0, None),
+        ("b", None, 0, None),
+        ("c", 0, 1, None),
+        ("d", -1, 2, "history"),
+        ("e", 2, 0, None),
+    ]
+    versions = [(each["row"], each["start"], each["end"], each["version"]) for each in found["version_spans"]]
+    assert versions == [(0, 0, 3, 6), (0, 5, 6, 7), (1, 0, 2, 7), (2, 0, 4, 7)]
+    agent = json.loads(found["agent"])
+    assert (agent["requests"], agent["forks"]) == (5, {"history": 1}) and row_of()["agent"] is None
+    assert (found["response_tokens"], found["model_tokens"]) == (13, 11)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from tests.unit.protocols.test_hermes import call_text
 from verl_ext.environments import by_name
 from verl_ext.environments.base import Environment, tool
-from verl_ext.episode import Episode, EpisodeKey, Reward
+from verl_ext.episode import AgentUse, Episode, EpisodeKey, Reward
 from verl_ext.records import store
 from verl_ext.records.trajectories import problem_columns, to_record
 from verl_ext.traces.from_records import read_run
@@ -138,6 +138,11 @@ def test_a_response_without_an_answer_is_no_trace(roll_out, tokenizer, encode, t
     write(tmp_path / "other", unrecorded)
     ((_, _, why),) = read_run(tmp_path / "other")
     assert "what its prompt was made of" in why.detail
+    of_agent, *_ = roll_out(tokenizer, [answer], recorder=RECORDER)
+    of_agent.agent = AgentUse(requests=1)
+    write(tmp_path / "agent", of_agent)
+    ((_, _, why),) = read_run(tmp_path / "agent")
+    assert why.reason == Reason.NOT_A_TRACE and "do not have the agent's messages" in why.detail
 
 
 def test_what_the_infrastructure_ended_is_neither_trace_nor_left_out(tmp_path):

@@ -130,21 +130,26 @@ def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, g
     assert texts == {token: f"<{token}>" for token in set(columns["id"].tolist())}
 
 
-def test_of_an_episode_only_the_last_row_has_tokens(make):
+def test_each_row_of_an_episode_has_its_tokens(make):
     records, handle, batch, stored = make(1.0)
     of_row = [[(0, 4)], [(0, 1), (2, 4)]]
     rows = [TokenRow(model_spans=spans, version_spans=[(*span, 7) for span in spans]) for spans in of_row]
     summary = {SUMMARY: summary_of(Episode(EpisodeKey("a", 0), rows, use=ToolUse()))}
     stored["a_0_0"]["extra_fields"] = summary
+    copy = str(EpisodeKey("a", 0, copy=1, row=1))
     stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2], "advantages": [-1.0] * 4}
-    batch.keys, batch.tags = ["a_0_1", *KEYS], [{}, *batch.tags]
+    stored[copy] = dict(stored["a_0_1"])
+    batch.keys, batch.tags = ["a_0_1", *KEYS, copy], [{}, *batch.tags, {}]
     records.on_selected(selected(3, batch, stored))
     columns = handle.of("tokens")[0][1]
-    sessions = list(zip(columns["uid"], columns["session"], strict=True))
-    assert len(sessions) == len(set(sessions)) == 7 and 99 in columns["id"] and 12 not in columns["id"]
-    assert stored["a_0_0"]["record"] == -1 and stored["a_0_1"]["record"] >= 0
+    names = list(zip(columns["uid"], columns["session"], columns["row"], strict=True))
+    assert len(names) == len(set(names)) == 8 and {("a", 0, 0), ("a", 0, 1)} < set(names)
+    assert stored["a_0_0"]["record"] >= 0 and (stored["a_0_1"]["record"] >= 0) != (stored[copy]["record"] >= 0)
     at = columns["id"].tolist().index(99) - 2
     assert columns["version"][at : at + 4].tolist() == [7, -1, 7, 7]
+    assert columns["turn"][at : at + 4].tolist() == [0, 1, 2, 2]
+    at = 4 * names.index(("a", 0, 0))
+    assert columns["version"][at : at + 4].tolist() == [7] * 4 and columns["turn"][at : at + 4].tolist() == [0] * 4
     records.on_ended(ended(3))
     assert handle.of("end_step")[0][0].taken[EpisodeKey("a", 0)] == -1.0
 

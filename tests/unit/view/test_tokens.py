@@ -6,10 +6,13 @@ import re
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
 from verl_ext.records import store
+from verl_ext.records.schema import ADDED_WITHIN
 from verl_ext.view import tokens
 
 SAMPLE = "/run/0/step_000002/sample"
@@ -118,3 +121,93 @@ def test_a_token_that_trains_after_the_last_turn_is_foreign() -> None:
     rows = [{"position": position, "mask": True, "turn": turn} for position, turn in ((1, 0), (2, 0), (0, 9))]
     assert tokens.foreign(rows, turns) == [2, 0]
     assert tokens.foreign(rows, []) == [], "no turn is known"
+
+
+def branched(run_folder: Path) -> None:
+    """Of one sample, make an agent's episode of two rows, the second of which continues from the model's first turn."""
+    path = store.path_of(run_folder, "trajectories", 2)
+    turn = {
+        "role": "model",
+        "end": "",
+        "shown": None,
+        "call": None,
+        "server": None,
+        "started_s": 1.0,
+        "generate_s": 1.0,
+    }
+    turns = [
+        turn | {"text": "first", "tokens": 2, "start": 0, "row": 0},
+        turn | {"role": "user", "text": "go on", "tokens": 1, "start": 2, "row": 0},
+        turn | {"text": "aside", "tokens": 2, "start": 0, "row": 1, "parent": 0},
+        turn | {"text": "again", "tokens": 1, "start": 3, "row": 0, "parent": 0},
+    ]
+    agent = json.dumps({"requests": 4, "turns": 3, "repeats": 0, "forks": {"history": 1}})
+    rows = [
+        row
+        | {
+            "turns": turns,
+            "calls": [],
+            "agent": agent,
+            "version_spans": [{"start": 0, "end": 2, "version": 1, "row": 1}],
+        }
+        if (row["uid"], row["session"]) == ("s2-p1", 1)
+        else row
+        for row in store.read(path).to_pylist()
+    ]
+    store.write(path, "trajectories", rows)
+    path = store.path_of(run_folder, "tokens", 2)
+    told = {"uid": "s2-p1", "session": 1, "step": 2, "id": 7}
+    own = [
+        told | {"row": number, "position": place, "text": f"{number}{place}", "mask": bool(mask), "turn": turn}
+        for number, masks in enumerate(([(1, 0), (1, 0), (0, 1), (1, 2)], [(1, 0), (1, 0)]))
+        for place, (mask, turn) in enumerate(masks)
+    ]
+    others = [row for row in store.read(path).to_pylist() if (row["uid"], row["session"]) != ("s2-p1", 1)]
+    store.write(path, "tokens", [*others, *own])
+
+
+def test_a_conversation_that_branches_is_shown_as_a_tree_with_the_tokens_of_one_row(
+    client: TestClient, run_folder: Path
+) -> None:
+    branched(run_folder)
+    asked = {"uid": "s2-p1", "session": 1}
+    page = client.get(SAMPLE, params=asked).text
+    assert [token["text"] for token in lens_of(page)] == ["10", "11"] and "banner" not in page
+    assert "continues from turn 0" in page and "requests 4, turns 3; forks: 1 by history" in page
+    assert "row 1, tokens 0 to 2: version 1" in page
+    heads = re.findall(r"<h3[^>]*>(?:Row (\d)|Model, turn (\d)|User, turn (\d))", page)
+    assert ["".join(each) for each in heads] == ["0", "0", "1", "3", "1", "2"]
+    assert page.index('class="deep1"') > page.index("again")
+    page = client.get(SAMPLE, params=asked | {"row": 0}).text
+    assert [token["text"] for token in lens_of(page)] == ["00", "01", "02", "03"] and "banner" not in page
+
+
+def test_a_token_that_the_model_did_not_write_is_told_of_every_row(client: TestClient, run_folder: Path) -> None:
+    branched(run_folder)
+    path = store.path_of(run_folder, "tokens", 2)
+    rows = store.read(path).to_pylist()
+    (bad,) = [row for row in rows if row["text"] == "02"]
+    bad["mask"] = True
+    store.write(path, "tokens", rows)
+    page = client.get(SAMPLE, params={"uid": "s2-p1", "session": 1}).text
+    assert "1 token was trained in row 0 that the model did not write" in page
+    page = client.get(SAMPLE, params={"uid": "s2-p1", "session": 1, "row": 0}).text
+    assert "1 token was trained that the model did not write (mask 1), at 2." in page
+
+
+def test_records_of_a_run_before_rows_are_shown_as_ever(client: TestClient, run_folder: Path) -> None:
+    for kind, added in (("trajectories", ["agent", "evidence"]), ("tokens", ["row"])):
+        path = store.path_of(run_folder, kind, 2)
+        table = store.read(path).drop_columns(added)
+        if kind == "trajectories":
+            without = {name: _older(table.schema.field(name), fields) for name, fields in ADDED_WITHIN.items()}
+            types = [pa.field(each.name, without.get(each.name, each.type)) for each in table.schema]
+            table = pa.Table.from_pylist(table.to_pylist(), schema=pa.schema(types, metadata=table.schema.metadata))
+        pq.write_table(table, path)
+    page = client.get(SAMPLE, params={"uid": "s2-p1", "session": 1})
+    assert page.status_code == 200 and len(lens_of(page.text)) > 20 and "Row 0" not in page.text
+    assert client.get("/run/0/all", params={"text": "boxed"}).status_code == 200  # with newer files of other steps
+
+
+def _older(field: pa.Field, added: tuple[str, ...]) -> pa.DataType:
+    return pa.list_(pa.struct([part for part in field.type.value_type if part.name not in added]))
