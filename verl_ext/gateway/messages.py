@@ -168,5 +168,5 @@ def told(
 def meaning(text: str, parser: HermesProtocol) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
     """Return a turn's words and calls, without what a template decides: white space, the form of JSON, an empty block
     of thoughts."""
-    content, calls = calls_in(_EMPTY_THOUGHTS.sub("", text), parser)
+    content, calls = calls_in(_EMPTY_THOUGHTS.sub(" ", text), parser)
     return content.split(), calls

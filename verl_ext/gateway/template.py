@@ -53,7 +53,7 @@ class Template:
         self._encoder = SegmentEncoder(tokenizer)
         self.parser = HermesProtocol(tokenizer, self._kwargs, max_parallel_calls=sys.maxsize)
         self._end_ids = {*tokenizer.all_special_ids}
-        self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         # An author's prompt, or an answer that comes back, names tags such as <tool_call> as the model writes them.
         self._special = _one_of(token.content for token in added if token.special)
@@ -109,7 +109,7 @@ class Template:
             is_full: the turn has as many tokens as the servers were asked for. If it has fewer, a special token at its
                 end has ended it: not every end token of generation_config.json has a name in the tokenizer.
         """
-        if ids[-1] in self._end_ids or (not is_full and ids[-1] in self._special_ids):
+        if ids[-1] in self._end_ids or (not is_full and ids[-1] in self.special_ids):
             return self.tokenizer.decode(ids[-1:]), self.tokenizer.decode(ids[:-1])
         return "", self.tokenizer.decode(ids)
 
@@ -151,14 +151,15 @@ class Template:
             position = _SPACE.match(text, frame.length + len(written)).end()
             if text.startswith(tuple(ends), position):
                 return position
-        meant = meaning(written, self.parser)
         for end in ends:
             position = frame.length
             for _ in range(written.count(end) + 1):  # the turn may have the end token's text
                 position = text.find(end, position)
                 if position < 0:
                     break
-                if meaning(text[frame.length : position], self.parser) == meant:
+                shown = text[frame.length : position]
+                same = len(frame.tail) if shown.startswith(frame.tail) else 0
+                if meaning(shown[same:], self.parser) == meaning(written[same:], self.parser):
                     return position
                 position += len(end)
         return None
