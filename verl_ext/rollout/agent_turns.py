@@ -50,7 +50,7 @@ def turns_of(leaves: Sequence[Leaf], called: Sequence[TurnCall], use: ToolUse, t
         if after is not None and after.context:
             turn.reply = _reply(after, start + len(node.ids), tokenizer)
         if turn.calls and use.first_call_token is None and row == len(leaves) - 1:
-            use.first_call_token = start + len(node.ids)
+            use.first_call_token = start + round(len(node.ids) * _call_start(turn) / len(turn.text))
         turns.append(turn)
     return turns
 
@@ -92,6 +92,12 @@ def _calls(node: Node, called: Sequence[TurnCall], said: Sequence[str], use: Too
         calls.append(TurnCall(name, arguments, result=None if answer is None else CallResult(answer)))
         use.ok += answer is not None  # as far as the gateway knows
     return calls + left
+
+
+def _call_start(turn: Turn) -> int:
+    """Return at which character of a turn its first call begins: at an argument that stands there, or at its end."""
+    texts = [text for text in turn.calls[0].arguments.values() if isinstance(text, str) and text]
+    return min((at for text in texts if (at := turn.text.find(text)) >= 0), default=len(turn.text))
 
 
 def _told_calls(message: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

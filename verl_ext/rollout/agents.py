@@ -49,7 +49,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 SHOWN_CRASHES = 5  # of a worker, with their tracebacks; of further ones, only every hundredth
 _RUN = "run"  # among the parameters of a session: its episode
-_TRY_OTHERS = "Try it without training: python -m verl_ext.doctor plays one episode."
+_TRY = "Try it without training: python -m verl_ext.doctor lets it play one episode."
 
 
 class AgentFailed(RuntimeError):
@@ -88,8 +88,13 @@ class _Run:
 
     def stop(self, reason: RolloutEnd | Exception) -> None:
         """Let the episode end now; its agent is cancelled."""
-        if not self.end.done():
-            (self.end.set_exception if isinstance(reason, Exception) else self.end.set_result)(reason)
+        if self.end.done():
+            return
+        if isinstance(reason, Exception):
+            self.end.set_exception(reason)
+            self.end.exception()  # seen: another error may be raised in its place
+        else:
+            self.end.set_result(reason)
 
 
 class AgentLoop(EpisodeLoop):
@@ -106,6 +111,7 @@ class AgentLoop(EpisodeLoop):
             self.starter.add_routes(self.gateway.app)
         self._starting: asyncio.Future[None] | None = None
         self._encoder = SegmentEncoder(self.tokenizer)
+        self._shown_tools: set[tuple[str, ...]] = {()}  # names that a prompt has shown
         self._crashes = 0
 
     async def aclose(self) -> None:
@@ -233,7 +239,9 @@ class AgentLoop(EpisodeLoop):
             return f"{what} crashed before the model had answered: {crash}"
         if is_late:
             return f"{what} got no answer of the model within {self.settings.timeout_s:g} s of its own."
-        return f"{what} ended and had asked the model nothing at {session.use.requests} requests. {_TRY_OTHERS}"
+        if session.use.requests:
+            return f"{what} ended before the model had answered its {session.use.requests} request(s). {_TRY}"
+        return f"{what} ended and had asked the model nothing. {_TRY}"
 
     def _log_crash(self, crash: BaseException) -> None:
         self._crashes += 1
@@ -245,6 +253,7 @@ class AgentLoop(EpisodeLoop):
             )
 
     async def _finish(self, run: _Run, episode: Episode, session: Session, reason: RolloutEnd) -> Episode:
+        self._check_tools(session)
         leaves = session.rows(self.settings.max_rows)
         episode.agent = session.use
         if not leaves:  # the servers or a tool failed before an answer
@@ -260,6 +269,21 @@ class AgentLoop(EpisodeLoop):
         if reason not in INFRASTRUCTURE_FAILURES:
             episode.score = await run.life.score(episode)
         return episode
+
+    def _check_tools(self, session: Session) -> None:
+        """Raise AgentFailed if the agent gave the model tools of which the chat template shows nothing."""
+        for node in session.nodes:
+            names = tuple(tool["function"]["name"] for tool in node.place.tools or ())
+            if node.parent is not None or names in self._shown_tools:
+                continue
+            prompt = self.tokenizer.decode(node.context)
+            if missing := [name for name in names if name not in prompt]:
+                raise AgentFailed(
+                    f"The agent gives the model the tools {', '.join(names)}, but the chat template shows no "
+                    f"{missing[0]}, nor the calls of earlier turns. Let the agent write and read calls in text, as "
+                    "docs/own_agent/code_agent.py does, or set model.custom_chat_template."
+                )
+            self._shown_tools.add(names)
 
     def _without_turn(self, run: _Run, episode: Episode, reason: RolloutEnd) -> Episode:
         """Return an episode in which the model wrote nothing; verl's tensors need a token, and nothing trains on it."""

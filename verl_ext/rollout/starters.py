@@ -131,6 +131,7 @@ class FunctionStarter:
             running = asyncio.ensure_future(self._agent(task, AgentEndpoint(endpoint)))
         else:
             running = in_thread(self._agent, task, ThreadEndpoint(endpoint, loop))
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
         try:
             await asyncio.wait([running])
         finally:

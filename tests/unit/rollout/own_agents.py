@@ -36,6 +36,17 @@ async def runs_code(task, endpoint):
     await ask(endpoint, [*messages, {"role": "user", "content": result.output}])
 
 
+async def own_tool(task, endpoint):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": schema}}]
+    client, messages = endpoint.openai(), list(task["messages"])
+    answer = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=tools)
+    message = answer.choices[0].message
+    messages += [message.model_dump(exclude_none=True)]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "the sum"} for call in message.tool_calls]
+    await client.chat.completions.create(model=endpoint.model, messages=messages, tools=tools)
+
+
 async def calls_badly(task, endpoint):
     await ask(endpoint, task["messages"])
     assert (await endpoint.call("code_interpreter", {"program": "1"})).error == "missing_argument"
@@ -51,7 +62,7 @@ async def branches(task, endpoint):
 
 
 async def at_once(task, endpoint):
-    await asyncio.gather(*(ask(endpoint, [{"role": "user", "content": f"{n}+1?"}]) for n in range(3)))
+    await asyncio.gather(*(ask(endpoint, [{"role": "user", "content": f"{n}+1?"}]) for n in (0, 1, 2, 2)))
 
 
 async def never_stops(task, endpoint):

@@ -11,6 +11,7 @@ from tests.unit.conftest import ScriptedSandbox
 from tests.unit.rollout import own_agents
 from verl_ext.episode import summary_of
 from verl_ext.outcome import RolloutEnd
+from verl_ext.rollout.client import TurnRequests
 from verl_ext.sandbox.client import RunResult
 
 AGENTS = "tests.unit.rollout.own_agents"
@@ -32,6 +33,7 @@ class Server:
             said = await said()
         if isinstance(said, Exception):
             raise said
+        said, fields = said if isinstance(said, tuple) else (said, {"global_steps": 7})
         stop = "completed"
         if said in ("aborted", "error"):
             said, stop = [], said
@@ -39,7 +41,7 @@ class Server:
             said = self.tokenizer.encode(said, add_special_tokens=False) + [self.tokenizer.eos_token_id]
         ids = said[: sampling_params["max_tokens"]]
         log_probs = [-(i + 1) / 1000 for i in range(len(ids))] if sampling_params.get("logprobs") else None
-        return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields={"global_steps": 7})
+        return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields=fields)
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def play(make_loop, tokenizer):
         server = Server(tokenizer, answers)
 
         async def roll():
-            run = f"{AGENTS}:{agent}" if isinstance(agent, str) else agent
+            run = f"{AGENTS}:{agent}" if isinstance(agent, str) and ":" not in agent else agent
             loop = make_loop(run, server, **settings)
             task = {"uid": "p", "session_id": 0, "raw_prompt": [{"role": "user", "content": "1+1?"}], **(row or {})}
             try:
@@ -130,6 +132,18 @@ def test_a_linear_agent_gives_one_row_of_what_was_sampled(play, tokenizer, encod
     summary_of(episode)
 
 
+def test_versions_lost_servers_and_what_else_a_server_sends_are_kept(play, encode):
+    text = encode(BOX)
+    requests = TurnRequests("a:1", [(3, 6), (len(text) - 3, 7)], ["c:1"])
+    more = TurnRequests("b:1", [(1, 8)], [])
+    answers = [(text, {"turn": requests, "x": 1}), ([text[0]], {"turn": more, "x": 2})]
+    episode, _ = play("twice", answers, response_length=len(text) + 90)
+    second = episode.row.model_spans[1][0]
+    assert episode.row.version_spans == [(0, 3, 6), (3, len(text), 7), (second, second + 1, 8)]
+    assert episode.lost_servers == ["c:1"] and episode.from_server == {"x": 2}
+    assert [turn.server for turn in episode.turns] == ["a:1", "b:1"]
+
+
 def test_the_agent_is_told_its_task_and_not_the_truth(play, tokenizer):
     info = {"index": 5, "id": "a5", "agent": {"repo": "x"}, "answer": 42, "gold_calls": "[]"}
     row = {"data_source": "d", "reward_model": {"ground_truth": "42"}, "extra_info": info}
@@ -148,7 +162,38 @@ def test_a_tool_of_the_environment_is_called_and_counted(play, agent):
     assert [(call.tool, call.result.stdout) for call in turn.calls] == [("code_interpreter", "2\n")]
     assert episode.agent.agent_s < use.tool_s + use.generate_s + 5
     if agent == "runs_code":
-        assert turn.reply.shown == ["2"] and use.first_call_token == turn.tokens
+        assert turn.reply.shown == ["2"] and use.first_call_token == turn.tokens, "the turn does not show the call"
+
+
+def test_the_example_with_tools_plays(play, qwen_tokenizer):
+    call = 'I count.\n<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(2)"}}\n</tool_call>'
+    settings = {"protocol": "hermes", "tokenizer": qwen_tokenizer}  # so that the tools count as the prompt's
+    episode, _ = play("docs/own_agent/tools_agent.py:solve", [call, BOX], results=["2\n"], **settings)
+    assert len(episode.rows) == 1 and episode.use.calls == 1
+    turn = episode.turns[0]
+    assert [(call.tool, call.arguments, call.result.stdout) for call in turn.calls] == [
+        ("code_interpreter", {"code": "print(2)"}, "2\n")
+    ]
+    assert turn.reply.shown == ["2"] and turn.reply.role == "tool" and 0 < episode.use.first_call_token < turn.tokens
+
+
+def test_a_tool_of_the_agents_own_is_recorded_with_what_it_said(play, qwen_tokenizer):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    episode, _ = play("own_tool", [call, BOX], tokenizer=qwen_tokenizer, response_length=900)
+    assert [(call.tool, call.arguments, call.result.output) for call in episode.turns[0].calls] == [
+        ("add", {"a": 1}, "the sum")
+    ]
+    assert (episode.use.ok, len(episode.rows)) == (1, 1)
+
+
+def test_the_example_with_programs_plays_as_one_row(play, encode, tokenizer):
+    call = encode("<code>print(1+1)</code>")
+    episode, server = play("docs/own_agent/code_agent.py:solve", [call, BOX], results=["2\n"])
+    between = encode("\n<interpreter>\n2\n</interpreter>\n")
+    assert episode.row.ids == call + between + encode(BOX) + [tokenizer.eos_token_id]
+    assert episode.row.mask == [1] * len(call) + [0] * len(between) + [1] * (len(encode(BOX)) + 1)
+    assert len(episode.rows) == 1 and server.asked[0]["stop"] == ["</code>"]
+    assert 0 < episode.use.first_call_token < len(call) and episode.turns[0].calls[0].result.stdout == "2\n"
 
 
 def test_bad_arguments_are_told_and_counted_as_malformed(play):
@@ -277,10 +322,10 @@ def test_seeds_of_a_repeatable_run_are_its_requests_own_whatever_their_order(pla
             return BOX
 
         _, server = play("at_once", [partial(late, seconds) for seconds in order], repeatable=True)
-        return {tuple(asked["prompt_ids"]): asked["seed"] for asked in server.asked}
+        return {(tuple(asked["prompt_ids"]), asked["seed"]) for asked in server.asked}
 
-    first, second = seeds([0.0, 0.1, 0.2]), seeds([0.2, 0.1, 0.0])
-    assert first == second and len(set(first.values())) == 3
+    first, second = seeds([0.0, 0.1, 0.2, 0.3]), seeds([0.3, 0.2, 0.1, 0.0])
+    assert first == second and len({seed for _, seed in first}) == 4, "equal prompts have seeds of their own"
 
 
 def test_without_log_probs_a_row_has_none(play):
