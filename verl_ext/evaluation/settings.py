@@ -20,6 +20,7 @@ _OF_TRAINING = (
     *("adaptive_n", "curriculum", "validation_schedule", "light_validation", "early_stop"),
 )
 _OF_TRAINED_DOMAIN = ("weight", "train", "val", "n", "max_staleness")
+_OF_AGENTS_START = ("max_rows", "max_processes", "host")
 _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
 
 
@@ -72,6 +73,9 @@ def sample_settings(
     for domain in (retool.get("domains") or {}).values():
         for name in _OF_TRAINED_DOMAIN:
             domain.pop(name, None)
+    agent = retool.pop("agent", None) or {}
+    if agent.get("run") is not None:  # else the settings are those of an evaluation before there were agents
+        retool["agent"] = {name: value for name, value in agent.items() if name not in _OF_AGENTS_START}
     retool["sandbox"] = {name: value for name, value in retool["sandbox"].items() if name not in _ADDRESSES}
     sets: dict[str, list] = {}
     for row in rows:

@@ -129,6 +129,9 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
     weighed = {"math": {"weight": 2, "train": "x", "environment": "notebook"}}
     assert settings("retool.domains", table) == settings("retool.domains", weighed) != now
     assert settings("retool.curriculum.enable", True) == now
+    agent = {"run": "agent.py:solve", "timeout_s": 60}
+    assert settings("retool.agent", agent) == settings("retool.agent", agent | {"max_rows": 1, "host": "b"}) != now
+    assert "agent" not in now["retool"], "an evaluation from before there were agents continues"
     other = {
         "retool.sandbox.timeout_s": 1,
         "retool.traceback": "last_line",
