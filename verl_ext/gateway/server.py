@@ -169,8 +169,8 @@ class Gateway:
             room = self._rooms.get(_name(request))
             try:
                 return await work(request, door)
-            except ConnectionError:  # the client has hung up
-                return web.Response()
+            except (ConnectionError, web.RequestPayloadError):  # the client has hung up, or its body breaks off
+                return web.Response(status=400)
             except Refused as error:
                 refused = error
                 if room and error.code in (TOO_LONG, TURN_LIMIT):
@@ -275,14 +275,11 @@ async def _read(request: web.Request, max_context: int) -> bytes:
     if encoding.lower() != "identity":
         raise Refused(f"Expected a body without Content-Encoding, got {encoding[:40]!r}.")
     limit, body = _FREE_BYTES + _BYTES_PER_TOKEN * max_context, bytearray()
-    try:
-        async for chunk in request.content.iter_any():
-            body += chunk
-            if len(body) > limit:
-                what = f"The body has over {limit} bytes, more than a prompt of {max_context} tokens can have."
-                raise Refused(what, code=TOO_LONG)
-    except web.RequestPayloadError as error:
-        raise Refused(f"The body did not arrive whole: {error}") from error
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > limit:
+            what = f"The body has over {limit} bytes, more than a prompt of {max_context} tokens can have."
+            raise Refused(what, code=TOO_LONG)
     return bytes(body)
 
 

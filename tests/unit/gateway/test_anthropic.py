@@ -120,6 +120,8 @@ async def test_tokens_are_counted_and_not_recorded(post: Callable, qwen: Room) -
     counted = (await post("messages/count_tokens", **asked)).json()
     assert qwen.session.use.requests == 0
     assert counted == {"input_tokens": told(await post(**asked))["usage"]["input_tokens"]}
+    await qwen.gateway.seal(qwen.endpoint)
+    assert (await post("messages/count_tokens", **asked)).status_code == 410
 
 
 @pytest.mark.parametrize(

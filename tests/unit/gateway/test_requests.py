@@ -217,6 +217,12 @@ async def test_a_long_text_of_few_tokens_is_served(qwen_tokenizer: Any) -> None:
         await room.ask([{"role": "user", "content": "<tool_call>" * 900}])  # 11 characters and one token each
 
 
+async def test_a_body_beyond_any_prompt_is_not_read(post: Callable, plain: Room) -> None:
+    status, answer = await post({"messages": QUESTION, "metadata": {"a": "1" * 300_000}})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "The body has over" in answer["error"]["message"] and not plain.script.begun
+
+
 async def test_a_session_has_a_limit_of_turns_also_in_flight(tokenizer: Any) -> None:
     async with opened(tokenizer, max_turns=2) as room:
         room.script.gate.clear()
@@ -247,14 +253,20 @@ async def test_a_packed_body_and_an_unknown_address_are_refused(post: Callable, 
 
 async def test_a_body_that_breaks_off_harms_nobody(plain: Room) -> None:
     host, port = plain.endpoint.base_url.split("/")[2].split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    path = f"/s/{plain.endpoint.api_key}/v1/chat/completions"
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
-    assert b" 400 " in await reader.readline()
-    writer.close()
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f'POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{{"mess'.encode())
-    writer.close()
+    head = f"POST /s/{plain.endpoint.api_key}/v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+    for length, *pieces in (
+        ("Transfer-Encoding: chunked", "zz\r\n"),
+        ("Transfer-Encoding: chunked", "1\r\n{\r\n", "zz\r\n"),
+        ("Content-Length: 99", '{"mess'),
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}{length}\r\n\r\n".encode())
+        for piece in pieces:
+            await asyncio.sleep(0.05)  # the server reads what came before
+            writer.write(piece.encode())
+        writer.write_eof()
+        await reader.read()
+        writer.close()
     await plain.ask(QUESTION)
     assert plain.endpoint.room.error is None
 
