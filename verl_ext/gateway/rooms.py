@@ -109,7 +109,7 @@ class Room:
         self.error: Exception | None = None
         self._generate, self._model, self._call = generate, model, call
         self._decode = session.template.tokenizer.decode
-        self._running = 0  # turns
+        self._turns = 0  # that were begun and have not failed
         self._pending: dict[str, list[Pending]] = {}  # of an idempotency key, or of a body's digest
         self._tasks: set[asyncio.Task] = set()
         # Servers know a conversation by its request id, and keep what they computed of it. One is used once at a time.
@@ -137,11 +137,11 @@ class Room:
             return min(earlier, key=lambda pending: (pending.waiting > 0, pending.is_delivered))
         use.repeats += bool(earlier)
         limit = self.session.max_turns
-        if limit is not None and len(self.session.nodes) + self._running >= limit:
+        if limit is not None and self._turns >= limit:
             raise Refused(f"This session may have {limit} turns, and has had them.", code=TURN_LIMIT)
-        self._running += 1
+        self._turns += 1
         pending = Pending(self._run(self._turn(asked)), digest)
-        pending.task.add_done_callback(self._count_end)
+        pending.task.add_done_callback(self._count_lost)
         self._pending[name] = [*earlier, pending]
         return pending
 
@@ -200,8 +200,8 @@ class Room:
             logger.error("the gateway failed", exc_info=error)
             self.error = self.error or error
 
-    def _count_end(self, task: asyncio.Task) -> None:
-        self._running -= 1
+    def _count_lost(self, task: asyncio.Task) -> None:
+        self._turns -= task.cancelled() or task.exception() is not None
 
     async def _turn(self, asked: Asked) -> Answer:
         session = self.session

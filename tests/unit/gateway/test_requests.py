@@ -13,6 +13,10 @@ import pytest
 from tests.unit.gateway.clients import Room, opened, until
 from tests.unit.gateway.conftest import TOOLS
 from verl_ext.episode import CallResult
+from verl_ext.gateway import rooms
+from verl_ext.gateway.asked import Asked
+from verl_ext.gateway.session import Sampled, Session
+from verl_ext.gateway.template import Template
 
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]
 DEEP = '{"messages": [{"role": "user", "content": "1", "x": ' + "[" * 5000 + "]" * 5000 + "}]}"
@@ -235,6 +239,27 @@ async def test_a_session_has_a_limit_of_turns_also_in_flight(tokenizer: Any) -> 
         with pytest.raises(openai.BadRequestError):
             await room.ask(QUESTION)
         assert (room.script.begun, room.session.last_refusal) == (2, "turn_limit")
+
+
+async def test_a_turn_that_has_just_ended_is_counted_once(templates: dict[str, Template]) -> None:
+    session, gate, pending = Session(templates["tiny"], 1000, max_turns=3), asyncio.Event(), []
+
+    def begin(number: int) -> None:
+        asked = Asked([{"role": "user", "content": str(number)}])
+        pending.append(room.begin(asked, bytes([number]), key=None, is_retry=False))
+
+    async def generate(request_id: str, prompt_ids: list[int], params: dict[str, Any]) -> Sampled:
+        await gate.wait()
+        if len(pending) == 2 and session.nodes:  # the first turn is stored, and its task has not been seen to end
+            begin(2)
+        return Sampled(ids=[templates["tiny"].tokenizer.eos_token_id])
+
+    room = rooms.Room(session, generate, model="m", tools={}, call=None)
+    for number in range(2):
+        begin(number)
+    await asyncio.sleep(0)
+    gate.set()
+    await until(lambda: len(session.nodes) == 3)
 
 
 async def test_a_turn_that_failed_does_not_count(tokenizer: Any) -> None:

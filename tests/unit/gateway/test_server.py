@@ -52,7 +52,7 @@ async def test_calls_are_told_as_calls_and_kept_as_they_were_written(qwen: Room,
 async def test_finish_reasons(qwen: Room) -> None:
     qwen.script.say([ODD_CALLS[0], "a long answer", "an answer, and more"])
     assert (await qwen.ask(QUESTION, tools=TOOLS))[1] == "tool_calls"
-    assert (await qwen.ask(QUESTION, max_tokens=2))[1] == "length"
+    assert (await qwen.ask(QUESTION, max_tokens=100, max_completion_tokens=2))[1] == "length"
     assert await qwen.ask(QUESTION, stop=[", "]) == ({"role": "assistant", "content": "an answer"}, "stop")
 
 
