@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from verl_ext.datasets.rows import DataError
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import Run
-from verl_ext.doctor.template import load_tools
+from verl_ext.doctor.template import load_tools, template_kwargs
+from verl_ext.gateway.audit import audit
 from verl_ext.outcome import RolloutEnd
 from verl_ext.settings import OUTSIDE, TOKEN, AgentSettings
 from verl_ext.settings.checks import read_settings
@@ -42,7 +43,8 @@ def check_start(run: Run, environ: Mapping[str, str] = os.environ) -> Iterator[F
 
 
 def check_play(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
-    """Check that a function can be loaded, and play an episode with a scripted model. Imports verl."""
+    """Check that a function can be loaded, try the chat template, and play an episode with a scripted model. Imports
+    verl."""
     if (settings := _settings(run)) is None:
         return
     from verl_ext.rollout.starters import load_agent
@@ -53,6 +55,7 @@ def check_play(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Findi
         except ValueError as error:
             yield fail(f"{error} -> Correct the file or retool.agent.run.")
             return
+    yield from _check_template(run, tokenizer)
     row = next(_rows(run), None)
     if settings.run == OUTSIDE or row is None:
         return
@@ -72,6 +75,18 @@ def _settings(run: Run) -> AgentSettings | None:
     except ValueError:
         return None
     return settings if settings.run is not None else None
+
+
+def _check_template(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+    found = audit(tokenizer, template_kwargs(run), tools=run.protocol == "hermes")
+    names = {level: ", ".join(each.check for each in found if each.level == level) for level in ("fail", "fork")}
+    more = f"python -m verl_ext.gateway audit {run.model_path} prints what differs."
+    if names["fail"]:
+        yield warn(f"""the chat template does not show the model what an agent may say ({names["fail"]})
+            -> Let the agent do without, or set model.custom_chat_template. {more}""")
+    if names["fork"]:
+        yield warn(f"""the chat template shows earlier turns in another way than the model wrote them, and each such
+            turn begins a row ({names["fork"]}) -> Expect more rows, or set model.custom_chat_template. {more}""")
 
 
 def _rows(run: Run) -> Iterator[Mapping[str, Any]]:

@@ -1,5 +1,7 @@
 """An own agent: that it is there, and that it plays an episode with a scripted model."""
 
+import copy
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -81,6 +83,21 @@ def test_the_examples_play_and_a_template_without_tools_is_named(run, told, toke
     assert "ended as answer after 1 answer(s)" in found
     (found,) = told(agent.check_play(run("docs/own_agent/tools_agent.py:solve"), tokenizer), Level.FAIL)
     assert "gives the model the tools code_interpreter, but the chat template shows no code_interpreter" in found
+
+
+def test_a_template_that_hides_what_an_agent_says_or_shows_turns_differently_is_named(
+    run, told, tokenizer, qwen_tokenizer
+):
+    outside = run("outside", "retool.protocol=hermes")
+    (found,) = told(agent.check_play(outside, tokenizer), Level.WARN)
+    assert "does not show the model what an agent may say (calls, " in found and "verl_ext.gateway audit" in found
+    qwen_tokenizer = copy.deepcopy(qwen_tokenizer)
+    assert [*agent.check_play(outside, qwen_tokenizer)] == []
+    template = qwen_tokenizer.chat_template
+    qwen_tokenizer.chat_template = template.replace("message.content +", "(message.content | upper) +")
+    assert qwen_tokenizer.chat_template != template
+    found = told(agent.check_play(outside, qwen_tokenizer), Level.WARN)[-1]
+    assert "each such turn begins a row (answers, " in found
 
 
 def test_a_run_without_an_own_agent_has_no_finding(run, tokenizer):

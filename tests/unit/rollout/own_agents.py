@@ -62,7 +62,7 @@ async def branches(task, endpoint):
 
 
 async def at_once(task, endpoint):
-    await asyncio.gather(*(ask(endpoint, [{"role": "user", "content": f"{n}+1?"}]) for n in (0, 1, 2, 2)))
+    await asyncio.gather(*(ask(endpoint, [{"role": "user", "content": f"{n}+1?"}]) for n in task["agent"]))
 
 
 async def never_stops(task, endpoint):

@@ -1,7 +1,6 @@
 """The real agent loop, gateway, openai client and starters, between a scripted LLM server and a scripted sandbox."""
 
 import asyncio
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -316,15 +315,12 @@ def test_the_environment_opens_scores_and_closes(play):
 
 
 def test_seeds_of_a_repeatable_run_are_its_requests_own_whatever_their_order(play):
-    def seeds(order):
-        async def late(seconds):
-            await asyncio.sleep(seconds)
-            return BOX
-
-        _, server = play("at_once", [partial(late, seconds) for seconds in order], repeatable=True)
+    def seeds(*questions):
+        row = {"extra_info": {"agent": list(questions)}}
+        _, server = play("at_once", [BOX] * len(questions), row=row, repeatable=True)
         return {(tuple(asked["prompt_ids"]), asked["seed"]) for asked in server.asked}
 
-    first, second = seeds([0.0, 0.1, 0.2, 0.3]), seeds([0.3, 0.2, 0.1, 0.0])
+    first, second = seeds(0, 1, 2, 2), seeds(2, 1, 2, 0)
     assert first == second and len({seed for _, seed in first}) == 4, "equal prompts have seeds of their own"
 
 
