@@ -20,7 +20,8 @@ def has_several_rows(batch: KVBatchMeta) -> bool:
 
 
 def check_rows(config: DictConfig, updates: int) -> None:
-    """Raise if a run's settings would count an episode of several rows more than once, or split it.
+    """Raise if a run's settings would count an episode of several rows more than once, or split it; called when a run
+    of agents starts, and for each batch that has such an episode.
 
     Args:
         updates: mini-batches of a batch.
@@ -44,7 +45,7 @@ def check_rows(config: DictConfig, updates: int) -> None:
             "each row as a response. Set use_kl_loss=false and entropy_coeff=0, or loss_agg_mode=token-mean"
         )
     if problem:
-        raise ValueError(f"Episodes may have several rows, but {problem}. Or let the agent loop give one row.")
+        raise ValueError(f"Episodes may have several rows, but {problem}. Or set retool.agent.max_rows=1.")
 
 
 def lay_out(

@@ -31,6 +31,7 @@ from verl_ext.trainer.adaptive_n import AdaptiveSampling
 from verl_ext.trainer.advantages import OF_GROUPS
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
+from verl_ext.trainer.mini_batches import check_rows
 from verl_ext.trainer.objective import check_objective
 from verl_ext.trainer.run_records import check_recorder
 from verl_ext.trainer.validation import ValidationPlan
@@ -113,6 +114,9 @@ def make_options(config: DictConfig, sampler: Any, other: str, updates_per_step:
         raise ValueError(
             f"retool.fleet.health needs a sampler that looks at servers while it waits; got {other}. {SAMPLER}"
         )
+    agent = OmegaConf.select(config, "retool.agent") or {}
+    if agent.get("run") and agent.max_rows > 1:
+        check_rows(config, updates_per_step())
     if adaptive_n := read_settings(config, "adaptive_n", AdaptiveN):
         _check_group_sizes("retool.adaptive_n", config, sampler, other, updates_per_step())
         options.sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))

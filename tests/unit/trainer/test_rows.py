@@ -260,3 +260,13 @@ def test_settings_that_would_count_an_episode_by_its_rows_are_refused(settings, 
     config = compose_run("tiny_dapo", settings)
     with pytest.raises(ValueError, match=f"Episodes may have several rows, but .*{said}") if said else nullcontext():
         check_rows(config, updates)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [(["retool.agent.run=a:b"], True), (["retool.agent.run=a:b", "retool.agent.max_rows=1"], False), ([], False)],
+)
+def test_a_run_of_agents_is_refused_when_it_starts(make, settings, is_refused):
+    refusal = pytest.raises(ValueError, match="shuffle=true spreads .* Or set retool.agent.max_rows=1")
+    with refusal if is_refused else nullcontext():
+        make(f"{ACTOR}.shuffle=true", *settings)
