@@ -15,6 +15,8 @@ from verl_ext.gateway.template import Frame, Template
 from verl_ext.protocols.base import Call
 from verl_ext.protocols.thinking import is_thinking, opens_thinking
 
+_TAIL = 64  # characters before a turn, in which an opened `<think>` is found
+
 Fork = Literal["history", "tools", "template"]
 
 
@@ -183,7 +185,10 @@ class Session:
             raise self._refusal(f"the model has given {self.max_turns} answers, the most for an episode", "turn_limit")
         if not isinstance(messages, list) or not messages:
             raise Refused(f"messages: expected a list with at least one; got {messages!r:.200}")
-        place = (self._open_place if is_open else self._new_place)([*map(normal, messages)], tools or None)
+        tools = tools or None
+        if self.nodes and tools == self.nodes[-1].place.tools:
+            tools = self.nodes[-1].place.tools  # each request brings its own copy, and one is kept
+        place = (self._open_place if is_open else self._new_place)([*map(normal, messages)], tools)
         if (tokens := len(place.prompt_ids)) >= self.max_context:
             sentence = f"the prompt has {tokens} tokens, and the limit of prompt and answer is {self.max_context}"
             raise self._refusal(sentence, "context_length_exceeded")
@@ -215,7 +220,7 @@ class Session:
         if parent is None:
             new, context = messages, self.template.encode(parts)
         frame = self.template.frame(parts)
-        thinking = opens_thinking(frame.tail)
+        thinking = opens_thinking(parts[-1][-_TAIL:])
         return Place(parent, context, fork, self._said(new), tools, frame, digests[-1], thinking=thinking)
 
     def _open_place(self, messages: list[dict[str, Any]], tools: Any) -> Place:
@@ -237,7 +242,7 @@ class Session:
             return Place(node, context, None, said, tools, frame, digest, text, thinking)
         is_other = known or (self.nodes and any(message["role"] == "assistant" for message in before))
         context = self.template.encode(self.template.opened(parts, text))
-        thinking = is_thinking(text, opens_thinking(frame.tail))
+        thinking = is_thinking(text, opens_thinking(parts[-1][-_TAIL:]))
         fork = "history" if is_other else None
         return Place(None, context, fork, self._said(messages), tools, frame, digest, text, thinking)
 

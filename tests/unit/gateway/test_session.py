@@ -1,12 +1,14 @@
 """The tree of an agent's turns: what continues a turn, what forks and why, which row trains what."""
 
+import copy
 import json
 
 import pytest
 
-from tests.unit.gateway.conftest import TOOLS, call_text, user
+from tests.unit.gateway.conftest import TOOLS, Policy, call_text, user
 from verl_ext.gateway.messages import Refused
-from verl_ext.gateway.session import Sampled
+from verl_ext.gateway.session import Sampled, Session
+from verl_ext.gateway.template import Template
 
 HELLO = [user("hello")]
 
@@ -183,6 +185,12 @@ def test_the_tokens_keep_the_clients_stop_string_and_the_client_is_not_told(poli
     assert after.parent is node and it.text(after.context).startswith("<|im_end|>\n<|im_start|>user")
 
 
+def test_a_client_is_told_what_is_before_the_first_of_its_stop_strings(policy):
+    it = policy("tiny")  # a last token may carry more than one of them
+    ids = it.session.template.tokenizer.encode("1=2</code>", add_special_tokens=False)
+    assert it.session.add(it.session.place(HELLO), Sampled(ids), max_tokens=50, stop=["</code>", "="]).told == "1"
+
+
 def test_a_result_that_comes_late_is_a_branch_of_the_turn_with_the_call(policy):
     """Qwen puts results that follow each other into one turn, which the answer to the first did not read so."""
     it = policy()
@@ -248,6 +256,28 @@ def test_an_author_may_begin_the_models_turn(policy):
     node = it.ask([*HELLO, assistant("<think>\nquick")], "ly\n</think>\n\nfine", is_open=True)
     assert node.place.thinking and forks(it.session) == {} and it.session.use.first == 1
     assert it.text(node.context).endswith("<|im_start|>assistant\n<think>\nquick")
+
+
+def test_a_turn_that_begins_within_thinking_has_no_calls_in_its_thoughts(policy, qwen_tokenizer):
+    """Also if the rendering without a generation prompt has something else in its place."""
+    other = copy.deepcopy(qwen_tokenizer)
+    opened = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    for footer in ("", "{% if not add_generation_prompt %}(end){% endif %}"):
+        other.chat_template = (
+            "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            + opened
+        ) + footer
+        it = Policy(Session(Template(other), 5000))
+        node = it.ask(HELLO, f"maybe {call_text(e='1')} no\n</think>\n\n{call_text(e='2')}", TOOLS)
+        assert node.place.thinking and len(node.message["tool_calls"]) == 1
+        node = it.ask([*HELLO, assistant("<think>\nhm")], f"{call_text(e='1')}", TOOLS, is_open=True)
+        assert node.place.thinking and "tool_calls" not in node.message
+
+
+def test_tools_that_each_request_brings_are_kept_once(policy):
+    it = policy()
+    nodes = [it.ask(HELLO, "fine", copy.deepcopy(TOOLS)) for _ in range(3)]
+    assert all(node.place.tools is nodes[0].place.tools for node in nodes)
 
 
 def test_only_a_text_of_the_model_is_continued(policy):
