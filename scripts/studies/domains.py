@@ -235,12 +235,12 @@ def accuracies(out: Path, runs: Sequence[str]) -> str:
     return markdown(["run", "domain", "before RL", f"after {STEPS} steps", "problems"], rows)
 
 
-def shares(folder: Path) -> str:
+def shares(folder: Path, domains: Sequence[str] = DOMAINS) -> str:
     """Tabulate what each domain got of the trained batches, and when it was paused."""
     metrics = metrics_of(folder)
     steps = sorted(step for step, values in metrics.steps.items() if "timing_s/step" in values)
     rows = []
-    for domain in DOMAINS:
+    for domain in domains:
         of = {
             key: dict(zip(*metrics.curve(f"domain/{domain}/{key}"), strict=True)) for key in ("share", "acc", "paused")
         }
