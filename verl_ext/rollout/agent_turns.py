@@ -50,7 +50,7 @@ def turns_of(leaves: Sequence[Leaf], called: Sequence[TurnCall], use: ToolUse, t
         if after is not None and after.context:
             turn.reply = _reply(after, start + len(node.ids), tokenizer)
         if turn.calls and use.first_call_token is None and row == len(leaves) - 1:
-            use.first_call_token = start + round(len(node.ids) * _call_start(turn) / len(turn.text))
+            use.first_call_token = start + round(len(node.ids) * _call_start(turn) / max(len(turn.text), 1))
         turns.append(turn)
     return turns
 

@@ -359,7 +359,7 @@ def make_starter(settings: AgentSettings, run_folder: str) -> Starter:
     if settings.run == OUTSIDE:
         return OutsideStarter(settings, run_folder)
     if isinstance(settings.run, str):
-        return FunctionStarter(settings.run)
+        return FunctionStarter(settings.run, settings.max_processes)
     return CommandStarter(settings.run, settings.max_processes)
 
 

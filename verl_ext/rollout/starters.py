@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from verl_ext.episode import CallResult
 from verl_ext.settings.objects import load_object
@@ -97,14 +98,16 @@ class ThreadEndpoint:
 def _async_client(loop: asyncio.AbstractEventLoop) -> Any:
     import openai
 
-    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)  # a proxy does not reach this process
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None, http_client=http)
 
 
 @functools.lru_cache(maxsize=1)
 def _client() -> Any:
     import openai
 
-    return openai.OpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
+    http = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None, http_client=http)
 
 
 class FunctionStarter:
@@ -112,18 +115,22 @@ class FunctionStarter:
 
     A function in a thread cannot be stopped: after the end of its episode, its next request is refused.
 
+    Args:
+        max_threads: that play at a time.
     Raises:
         ValueError: the function cannot be loaded.
     """
 
-    def __init__(self, where: str):
+    def __init__(self, where: str, max_threads: int):
         self._agent = load_agent(where)
+        self._free = asyncio.Semaphore(max_threads)
         call = getattr(self._agent, "__call__", None)  # noqa: B004 (of an object whose class defines it)
         self._is_coroutine = inspect.iscoroutinefunction(self._agent) or inspect.iscoroutinefunction(call)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Callable[[dict, Endpoint], Awaitable[None]]]:
-        yield self._play
+        async with contextlib.nullcontext() if self._is_coroutine else self._free:
+            yield self._play
 
     async def _play(self, task: dict, endpoint: Endpoint) -> None:
         loop = asyncio.get_running_loop()
@@ -247,13 +254,17 @@ class _Process:
 
     def __init__(self, command: Sequence[str], task: dict, endpoint: Endpoint):
         self._command, self._task, self._secret = command, task, endpoint.api_key
-        host = endpoint.base_url.removesuffix("/v1")  # Anthropic's clients add /v1
+        root = endpoint.base_url.removesuffix("/v1")  # Anthropic's clients add /v1
+        direct = ",".join(
+            filter(None, (os.environ.get("NO_PROXY", os.environ.get("no_proxy")), urlsplit(root).hostname))
+        )
         self._env = os.environ | {
             "OPENAI_BASE_URL": endpoint.base_url,
             "OPENAI_API_KEY": endpoint.api_key,
             "OPENAI_MODEL": endpoint.model,
-            "ANTHROPIC_BASE_URL": host,
+            "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": endpoint.api_key,
+            **{"NO_PROXY": direct, "no_proxy": direct},
         }
         self._lock = threading.Lock()
         self._group: int | None = None  # while its leader is not reaped, so that the number is no other process's

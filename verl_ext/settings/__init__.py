@@ -235,7 +235,8 @@ class AgentSettings:
         timeout_s: an agent that works for longer, without a request to the model or a tool, ends its episode.
         max_turns: answers of the model in an episode.
         max_rows: rows that an episode is trained on at most, the newest; a linear conversation is one.
-        max_processes: commands, or tasks outside, that run at a time for each agent-loop worker; others wait.
+        max_processes: commands, threads of functions that are no coroutines, or tasks outside, at a time for each
+            agent-loop worker; others wait.
         host: address on which the gateways listen.
     """
 

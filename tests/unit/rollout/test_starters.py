@@ -61,6 +61,14 @@ def test_a_command_plays_an_episode_in_a_fresh_folder_and_ends_by_its_status(pla
     assert files == [] and name == "a5" and not Path(folder).exists() and folder != os.getcwd()
 
 
+def test_no_proxy_stands_between_an_agent_and_the_gateway(play, command, monkeypatch):  # noqa: F811
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    for agent in ("once", "in_a_thread", command("ask()")):
+        episode, _ = play(agent, [BOX], results=["2"])
+        assert episode.finish_reason == RolloutEnd.ANSWER
+
+
 def test_a_command_that_fails_is_a_crash_with_the_end_of_its_output(play, command):  # noqa: F811
     from verl_ext.rollout.agents import AgentFailed
 
