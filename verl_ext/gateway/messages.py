@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl_ext.protocols.base import Call
-from verl_ext.protocols.call_json import loads
+from verl_ext.protocols.call_json import is_plain, loads
 from verl_ext.protocols.hermes import CALL_START, CALL_STOP, HermesProtocol
 from verl_ext.protocols.thinking import THINK_STOP
 
@@ -130,7 +130,7 @@ def calls_in(
     if CALL_START not in text:
         return text, []
     found = parser.parse(text, _ANY_TOOL, ended=True, thinking=thinking)
-    if not found or not all(isinstance(call, Call) for call in found):
+    if not found or not all(isinstance(call, Call) and is_plain(call.tool) for call in found):
         return text, []
     around = [*_around(text, found)]
     # From the text: the parser removes a fence around code, which the agent would get from other servers.

@@ -163,11 +163,19 @@ class Session:
     name: str = ""
     use: AgentUse = field(default_factory=AgentUse)
     nodes: list[Node] = field(default_factory=list)  # by the time of their answers
-    failed: str | None = None  # why the servers failed the newest request; None after a success. Set by the server.
     last_refusal: str | None = None  # code of the newest refusal; None after a success
     is_sealed: bool = False
+    _failures: dict[tuple[str, str], str] = field(default_factory=dict)  # by what stands before the turn
     _after: dict[str, list[Node]] = field(default_factory=dict)  # by the digest of messages and turn
     _before: dict[str, list[Node]] = field(default_factory=dict)  # by the digest of the messages before the turn
+
+    @property
+    def failed(self) -> str | None:
+        """Return why the servers failed a request that was not answered in a further try; None if there is none.
+
+        Another request's success changes nothing for an agent that gave this one up.
+        """
+        return next(reversed(self._failures.values()), None)
 
     def place(self, messages: Any, tools: Any = None, *, is_open: bool = False) -> Place:
         """Return where a request stands, with its exact prompt.
@@ -277,8 +285,8 @@ class Session:
         if self.is_sealed:
             raise Refused("the session has ended", 410, "session_ended")
         if sampled.failed or not sampled.ids:
-            self.failed = sampled.failed or "the servers sent no token"
-            raise Refused(f"the servers failed: {self.failed}", 503)
+            why = self._failures[place.before, place.opened] = sampled.failed or "the servers sent no token"
+            raise Refused(f"the servers failed: {why}", 503)
         end, text = self.template.split_end(sampled.ids, is_full=len(sampled.ids) >= max_tokens)
         stops = [at for each in stop if (at := text.find(each)) >= 0]
         shown, is_over = text[: min(stops)] if stops else text, bool(end or stops)
@@ -297,7 +305,8 @@ class Session:
         self._after.setdefault(chain([normal(whole)], place.before)[-1], []).append(node)
         self._before.setdefault(place.before, []).append(node)
         self.nodes.append(node)
-        self.failed = self.last_refusal = None
+        self.last_refusal = None
+        self._failures.pop((place.before, place.opened), None)
         use.turns += 1
         use.extended += place.parent is not None
         if place.fork:

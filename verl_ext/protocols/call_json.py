@@ -70,7 +70,7 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], n
     for argument, value in arguments.items():
         if told := _violation(value, properties.get(argument), repr(argument)):
             return "missing_argument", f"{name}: {told}"
-        if not _is_plain(argument) or not _is_plain(value):
+        if not is_plain(argument) or not is_plain(value):
             return "bad_json", f"{name}: {argument!r} has a character that is not valid in text, got {short(value)}"
     return None
 
@@ -137,10 +137,10 @@ def _has_type(value: Any, kind: Any) -> bool:
     return not kinds or any(isinstance(value, each) for each in kinds)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether all strings can be encoded and are free of NUL, which file names and program arguments forbid."""
     if isinstance(value, str):
         return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
     if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    return all(map(_is_plain, value)) if isinstance(value, list) else True
+        return all(is_plain(item) for pair in value.items() for item in pair)
+    return all(map(is_plain, value)) if isinstance(value, list) else True

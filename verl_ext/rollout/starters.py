@@ -135,7 +135,7 @@ class FunctionStarter:
     async def _play(self, task: dict, endpoint: Endpoint) -> None:
         loop = asyncio.get_running_loop()
         if self._is_coroutine:
-            running = asyncio.ensure_future(self._agent(task, AgentEndpoint(endpoint)))
+            running = asyncio.ensure_future(_without_exit(self._agent(task, AgentEndpoint(endpoint))))
         else:
             running = in_thread(self._agent, task, ThreadEndpoint(endpoint, loop))
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
@@ -150,6 +150,14 @@ class FunctionStarter:
             raise AgentCrashed("it cancelled itself")
         if error := running.exception():
             raise AgentCrashed(_shown(error)) from error
+
+
+async def _without_exit(agent: Awaitable[Any]) -> None:
+    """Wait for an agent. `exit` ends the agent, not the event loop, and the worker with it."""
+    try:
+        await agent
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"it raised {error!r}") from error
 
 
 def load_agent(where: str) -> Callable:

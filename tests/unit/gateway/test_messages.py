@@ -104,6 +104,7 @@ def test_the_template_gets_parsed_arguments_and_no_empty_field():
 
 # What a client is told ------------------------------------------------------------------------------------------------
 
+NO_NAME = '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'  # an answer's JSON cannot have it
 ONE = '<tool_call>\n{"name": "calc", "arguments": {"e": "1"}}\n</tool_call>'
 
 
@@ -130,6 +131,7 @@ def parser(qwen_tokenizer):
         ),
         (f'{ONE}<tool_call>{{"name": "calc"}}</tool_call>', f'{ONE}<tool_call>{{"name": "calc"}}</tool_call>', []),
         ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+        (NO_NAME, NO_NAME, []),
         (ONE[:-12], ONE[:-12], []),
         ("use <tool_call> tags", "use <tool_call> tags", []),
     ],

@@ -318,6 +318,17 @@ def test_a_request_that_the_servers_gave_up_leaves_nothing(policy, sampled):
     assert it.session.failed is None and it.session.use.turns == 1
 
 
+def test_a_request_that_the_servers_gave_up_is_made_good_by_a_further_try_alone(policy):
+    it = policy()
+    place = it.session.place(HELLO)
+    with pytest.raises(Refused):
+        it.session.add(place, Sampled(failed="engine died"), max_tokens=9)
+    it.ask([user("another question")], "fine")
+    assert it.session.failed == "engine died"
+    it.ask(HELLO, "fine")
+    assert it.session.failed is None
+
+
 def test_nothing_is_added_to_a_session_that_has_ended(policy):
     it = policy()
     place = it.session.place(HELLO)

@@ -1,6 +1,7 @@
 """Agents of the tests of `rollout/agents.py`: each asks a real gateway by the real openai client."""
 
 import asyncio
+import sys
 
 import openai
 
@@ -90,6 +91,24 @@ async def crashes_at_once(task, endpoint):
 async def crashes_later(task, endpoint):
     await ask(endpoint, task["messages"])
     raise KeyError("what the model wrote")
+
+
+async def exits(task, endpoint):
+    await ask(endpoint, task["messages"])
+    sys.exit(1)
+
+
+async def fails_in_one_of_two(task, endpoint):
+    client = endpoint.openai().with_options(max_retries=0)
+    questions = [[{"role": "user", "content": text}] for text in ("1+1?", "2+2?")]
+    found = [client.chat.completions.create(model=endpoint.model, messages=each) for each in questions]
+    first, second = [await asyncio.gather(each, return_exceptions=True) for each in found]
+    raise first[0]
+
+
+async def asks_and_runs(task, endpoint):
+    await ask(endpoint, task["messages"])
+    await endpoint.call("code_interpreter", {"code": "print(2)"})
 
 
 async def thinks_for_long(task, endpoint):

@@ -259,6 +259,11 @@ def test_a_crash_after_an_answer_is_scored_and_logged_with_its_traceback(play, c
     assert "crashes_later" in caplog.text
 
 
+def test_an_agent_that_exits_ends_no_more_than_its_episode(play):
+    episode, _ = play("exits", [BOX])
+    assert episode.finish_reason == RolloutEnd.AGENT_ERROR and "SystemExit(1)" in episode.exception
+
+
 @pytest.mark.parametrize(
     ("agent", "told"),
     [
@@ -286,6 +291,17 @@ def test_servers_that_gave_up_exclude_the_episode(play):
     assert (episode.row.mask, episode.turns) == ([0], [])
     episode, server = play("twice", [BOX, "aborted", "error", BOX])
     assert episode.finish_reason == RolloutEnd.ANSWER and len(episode.turns) == 2, "a further try made it good"
+
+
+def test_a_request_that_servers_gave_up_excludes_the_episode_whatever_another_got(play):
+    episode, _ = play("fails_in_one_of_two", ["aborted", BOX])
+    assert episode.finish_reason == RolloutEnd.ABORTED
+
+
+def test_an_answer_without_a_text_is_an_answer(play, tokenizer):
+    answer = [len(tokenizer)]  # embeddings are padded: such a token has no text
+    episode, _ = play("asks_and_runs", [answer], results=["2\n"])
+    assert (episode.row.ids, episode.use.first_call_token) == (answer, 0)
 
 
 def test_what_the_servers_client_raises_is_raised(play):
