@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 
 import openai
 
@@ -28,6 +29,11 @@ def in_a_thread(task, endpoint):
     client = endpoint.openai()
     client.chat.completions.create(model=endpoint.model, messages=task["messages"])
     assert endpoint.call("code_interpreter", {"code": "print(2)"}).output == "2"
+
+
+def sleeps(task, endpoint):
+    endpoint.openai().chat.completions.create(model=endpoint.model, messages=task["messages"])
+    time.sleep(1)
 
 
 async def runs_code(task, endpoint):

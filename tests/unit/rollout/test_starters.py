@@ -144,9 +144,12 @@ def test_a_command_ends_with_the_worker_that_started_it(tmp_path):
         time.sleep(0.05)
 
 
-def test_commands_beyond_the_limit_wait_and_their_clock_does_not_run(make_loop, tokenizer, command):  # noqa: F811
+@pytest.mark.parametrize("kind", ["command", "thread"])
+def test_agents_beyond_the_limit_wait_and_their_clock_does_not_run(make_loop, tokenizer, command, kind):  # noqa: F811
+    agent = command("ask(); time.sleep(1)") if kind == "command" else f"{AGENTS}:sleeps"
+
     async def run():
-        loop = make_loop(command("ask(); time.sleep(1)"), Server(tokenizer, [BOX] * 2), own={"max_processes": 1})
+        loop = make_loop(agent, Server(tokenizer, [BOX] * 2), own={"max_processes": 1})
         row = {"uid": "p", "raw_prompt": [{"role": "user", "content": "1+1?"}]}
         rolls = [loop.roll_out({"logprobs": True}, **row, session_id=i) for i in range(2)]
         started = time.monotonic()
