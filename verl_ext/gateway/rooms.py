@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 CallTool = Callable[[str, dict[str, Any]], Awaitable[CallResult]]  # the name of a tool, and its arguments
 
 TOO_LONG, TURN_LIMIT = "context_length_exceeded", "turn_limit"  # codes of refusals that end an episode
+MAX_REFUSALS = 32  # of these, in a row
 _USUAL_CHARACTERS = 6  # of a token, at most, in a usual text
 _PIECE = 4096  # characters that are encoded at a time
 _PIECE_EXTRA = 64  # tokens that a piece may have more because it was cut out
@@ -99,6 +100,7 @@ class Room:
         tools, call: see `Gateway.open`.
     Attributes:
         clock: the agent's own seconds.
+        is_spent: whether the agent asks on and on for what is refused, which would hold up the other sessions.
         error: an exception that is ours, not a client's, the model's or a server's: the episode cannot be used.
     """
 
@@ -106,6 +108,7 @@ class Room:
         self, session: Session, generate: Generate, *, model: str, tools: Mapping[str, dict], call: CallTool | None
     ):
         self.session, self.clock, self.tools = session, Clock(), tools
+        self.is_spent, self._refusals = asyncio.Event(), 0
         self.error: Exception | None = None
         self._generate, self._model, self._call = generate, model, call
         self._decode = session.template.tokenizer.decode
@@ -141,9 +144,15 @@ class Room:
             raise Refused(f"This session may have {limit} turns, and has had them.", code=TURN_LIMIT)
         self._turns += 1
         pending = Pending(self._run(self._turn(asked)), digest)
-        pending.task.add_done_callback(self._count_lost)
         self._pending[name] = [*earlier, pending]
+        pending.task.add_done_callback(lambda _: pending.is_lost and self._forget(name, pending))
         return pending
+
+    def refuse(self, code: str) -> None:
+        """Note a refusal after which the episode may end."""
+        self.session.last_refusal, self._refusals = code, self._refusals + 1
+        if self._refusals >= MAX_REFUSALS:
+            self.is_spent.set()
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> CallResult:
         """Call a tool of the run.
@@ -200,8 +209,12 @@ class Room:
             logger.error("the gateway failed", exc_info=error)
             self.error = self.error or error
 
-    def _count_lost(self, task: asyncio.Task) -> None:
-        self._turns -= task.cancelled() or task.exception() is not None
+    def _forget(self, name: str, lost: Pending) -> None:
+        """Forget a turn that is lost: what it raised has the body of the request in its traceback."""
+        self._turns -= 1
+        left = [pending for pending in self._pending.pop(name, ()) if pending is not lost]
+        if left:
+            self._pending[name] = left
 
     async def _turn(self, asked: Asked) -> Answer:
         session = self.session
@@ -231,10 +244,11 @@ class Room:
             started_s=started_s,
             generate_s=seconds,
         )
-        self._request_ids[node] = request_id
+        self._request_ids[node], self._refusals = request_id, 0
         stop = next((each for each in asked.stops if node.text.startswith(each, len(node.told))), None)
         has_log_probs = asked.log_probs and sampled.log_probs is not None  # an evaluation asks the servers for none
         texts = [self._decode([i]) for i in node.ids] if has_log_probs else None
+        asked = replace(asked, messages=[], tools=None)  # else a session's memory would be quadratic in its turns
         return Answer(asked, node, asked.model or self._model, stop, texts)
 
     def _check_length(self, messages: list[dict[str, Any]]) -> None:

@@ -174,7 +174,7 @@ class Gateway:
             except Refused as error:
                 refused = error
                 if room and error.code in (TOO_LONG, TURN_LIMIT):
-                    room.session.last_refusal = error.code
+                    room.refuse(error.code)
             except Exception as error:  # ours, whatever it is: the episode must not end as the agent's
                 logger.exception("the gateway failed")
                 refused = failed()

@@ -180,11 +180,13 @@ class AgentLoop(EpisodeLoop):
     async def _wait(self, run: _Run, endpoint: Endpoint, agent: asyncio.Future) -> bool:
         """Wait until the agent has ended, or is to end; return whether its time is over."""
         clock = asyncio.ensure_future(endpoint.room.clock.reach(self.settings.timeout_s))
+        spent = asyncio.ensure_future(endpoint.room.is_spent.wait())
         try:
-            await asyncio.wait([agent, run.end, clock], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([agent, run.end, clock, spent], return_when=asyncio.FIRST_COMPLETED)
             return clock.done() and not agent.done() and not run.end.done()
         finally:
             clock.cancel()
+            spent.cancel()
 
     def _is_lost(self, run: _Run, endpoint: Endpoint, session: Session, agent: asyncio.Future, is_late: bool) -> bool:
         """Return whether an agent from outside has gone with its task, before the model had answered it."""

@@ -48,16 +48,8 @@ def _cut_distribution(get: Callable[..., Any]) -> Iterator[str]:
 
 
 def _own_agent(get: Callable[..., Any]) -> Iterator[str]:
-    """The limits of the built-in loop do not bound an agent, which decides itself when it is done."""
-    if get("retool.agent.run") is None:
-        return
-    if get("retool.max_tool_calls", 0) < (turns := get("retool.agent.max_turns", 0)):
-        yield (
-            f"retool.agent.run is set: retool.max_tool_calls={get('retool.max_tool_calls')} and max_malformed_calls "
-            f"bound the built-in loop only; the agent may ask the model {turns} times in an episode -> Set "
-            "retool.agent.max_turns to what an episode may take."
-        )
-    if get(f"{_SAMPLER}.void_turn_filter"):
+    """Only an agent knows which of its turns are void."""
+    if get("retool.agent.run") is not None and get(f"{_SAMPLER}.void_turn_filter"):
         yield (
             f"retool.agent.run is set, so {_SAMPLER}.void_turn_filter finds nothing: which of its turns are void, only "
             f"the agent knows -> Set {_SAMPLER}.void_turn_filter=false."

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,3 +206,22 @@ async def test_many_requests_at_once_are_all_served(plain: Room) -> None:
     await asyncio.gather(*(plain.ask([{"role": "user", "content": str(i)}]) for i in range(60)))
     use, rows = await plain.ended()
     assert (use.turns, len(rows)) == (60, 60)
+
+
+async def test_bodies_are_not_kept(plain: Room) -> None:
+    """A worker has hundreds of sessions, and a client may be refused as often as it likes."""
+
+    async def ask(count: int) -> int:
+        for number in range(count):
+            long = [{"role": "user", "content": f"{number} " + "x" * 150_000}]
+            with pytest.raises(openai.BadRequestError):
+                await plain.client.chat.completions.create(model="policy", messages=long)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = await ask(2)
+        assert await ask(8) < before + 300_000
+    finally:
+        tracemalloc.stop()

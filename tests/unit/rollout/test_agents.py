@@ -235,6 +235,12 @@ def test_each_end_of_an_agent(play, encode):
     assert reason == RolloutEnd.MAX_TOKENS and turns > 2
 
 
+def test_an_agent_that_takes_no_refusal_ends_before_its_time(play):
+    episode, _ = play("asks_on_and_on", [BOX] * 3, own={"max_turns": 3})
+    assert (episode.finish_reason, len(episode.rows)) == (RolloutEnd.MAX_TURNS, 3)
+    assert 32 < episode.agent.requests < 40
+
+
 @pytest.mark.parametrize("agent", ["thinks_for_long", "does_not_let_go", "closes"])
 def test_an_agent_that_works_for_too_long_is_the_models_failure_and_scored(play, agent, monkeypatch):
     monkeypatch.setattr("verl_ext.rollout.starters.GRACE_S", 0.1)

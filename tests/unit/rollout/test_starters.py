@@ -191,7 +191,11 @@ def ask(task):
     return httpx.post(f"{task.base_url}/chat/completions", json=body, timeout=30)
 
 
-def test_an_agent_takes_a_task_from_outside_and_ends_it(make_loop, tokenizer):  # noqa: F811
+def test_an_agent_takes_a_task_from_outside_and_ends_it(make_loop, tokenizer, tmp_path):  # noqa: F811
+    left_behind = tmp_path / "agents" / f"{socket.gethostname()}-999999999-1.json"  # of a worker that was killed
+    left_behind.parent.mkdir()
+    left_behind.write_text(json.dumps({"url": "http://127.0.0.1:1"}))
+
     def visit(folder):
         with take(folder) as task:
             assert ask(task).status_code == 200

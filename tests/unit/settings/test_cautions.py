@@ -78,12 +78,8 @@ def test_sampling_from_a_part_of_the_distribution_biases_importance_weights(chan
     assert all("importance weights of every objective are biased" in text for text in texts)
 
 
-def test_limits_of_the_built_in_loop_do_not_bound_an_own_agent(run):
+def test_void_turns_of_an_own_agent_are_not_found(run):
     agent = {"retool.agent.run": "agent.py:solve"}
-    (text,) = warned(run, **agent)
-    assert "retool.max_tool_calls=3 and max_malformed_calls bound the built-in loop only" in text
-    assert "ask the model 64 times" in text and "Set retool.agent.max_turns" in text
-    agent |= {"retool.agent.max_turns": 3}
-    assert warned(run, **agent) == []
+    assert warned(run, **agent) == [], "the defaults are no reason to warn"
     (text,) = warned(run, **agent, **{"trainer.v1.sampler.sampler_kwargs.void_turn_filter": "loss"})
     assert "void_turn_filter finds nothing" in text
