@@ -76,6 +76,9 @@ class OutsideStarter:
     def announce(self, url: str) -> None:
         """Write the address, for as long as this process lives."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.glob(f"{socket.gethostname()}-*.json"):  # of workers that were killed
+            if not Path("/proc", file.stem.rsplit("-", 2)[1]).exists():
+                file.unlink(missing_ok=True)
         self._file = self._folder / f"{socket.gethostname()}-{os.getpid()}-{url.rpartition(':')[2]}.json"
         self._file.write_text(json.dumps({"url": url}))
         atexit.register(self.withdraw)
