@@ -21,7 +21,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from verl_ext.episode import CallResult
@@ -32,6 +32,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 GRACE_S = 5.0  # in which an agent that is cancelled must end
 KEPT_OUTPUT = 4000  # characters of what a command printed, from its end
+MAX_OUTPUT, CHECK_S = 64 << 20, 1.0  # bytes of it on the disk, and after how many seconds they are looked at again
 ROUNDS = 20  # of looking for processes that a command left behind
 _SCRIPT_FRAMES = 8  # of a traceback
 
@@ -235,7 +236,9 @@ class CommandStarter:
         process = _Process(self._command, task, endpoint)
         running = in_thread(process.run)
         try:
-            status, output = await asyncio.shield(running)
+            while not (await asyncio.wait([running], timeout=CHECK_S))[0]:
+                process.cut_output()
+            status, output = running.result()
         finally:
             while not running.done():  # cancelled: the thread ends when nothing is left of the command
                 process.kill()
@@ -275,6 +278,7 @@ class _Process:
             **{"NO_PROXY": direct, "no_proxy": direct},
         }
         self._lock = threading.Lock()
+        self._printed: BinaryIO | None = None
         self._group: int | None = None  # while its leader is not reaped, so that the number is no other process's
         self._is_killed = False
 
@@ -299,7 +303,7 @@ class _Process:
                     env=self._env,
                     start_new_session=True,
                 )
-                self._group = process.pid
+                self._group, self._printed = process.pid, printed
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             self.kill()
             _kill_all_with(self._secret)
@@ -309,6 +313,13 @@ class _Process:
             size = printed.seek(0, os.SEEK_END)
             printed.seek(max(0, size - KEPT_OUTPUT))
             return status, printed.read().decode("utf-8", "replace").strip()
+
+    def cut_output(self) -> None:
+        """Forget what the command printed, if it is too much: a model's program may print without end."""
+        with self._lock:
+            if self._group is not None and os.fstat(self._printed.fileno()).st_size > MAX_OUTPUT:
+                self._printed.seek(0)  # also where the command writes on
+                self._printed.truncate()
 
     def kill(self) -> None:
         """Kill the process group; `run` then returns."""

@@ -69,6 +69,21 @@ def test_no_proxy_stands_between_an_agent_and_the_gateway(play, command, monkeyp
         assert episode.finish_reason == RolloutEnd.ANSWER
 
 
+def test_what_a_command_prints_without_end_does_not_fill_the_disk(play, command, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("verl_ext.rollout.starters.MAX_OUTPUT", 10_000)
+    monkeypatch.setattr("verl_ext.rollout.starters.CHECK_S", 0.01)
+    program = """
+        ask()
+        for number in range(3000):
+            os.write(1, b"x" * 1000)
+            if os.fstat(1).st_size < 1000 * number:
+                sys.exit("it was cut")
+            time.sleep(0.001)
+    """
+    episode, _ = play(command(program), [BOX])
+    assert episode.exception.endswith("it was cut")
+
+
 def test_a_command_that_fails_is_a_crash_with_the_end_of_its_output(play, command):  # noqa: F811
     from verl_ext.rollout.agents import AgentFailed
 
