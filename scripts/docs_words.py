@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 26,800.
+"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 27,000.
 
 Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
 generated, and docs/upstream/, which is written for verl's tracker.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 26_800
+TOTAL = 27_000
 BUDGETS = {
     "README.md": 650,
     "CONTRIBUTING.md": 550,
@@ -32,7 +32,7 @@ BUDGETS = {
     "docs/guides/tools.md": 480,
     "docs/guides/environments.md": 800,
     "docs/guides/terminal.md": 900,
-    "docs/guides/agents.md": 1100,
+    "docs/guides/agents.md": 1250,
     "docs/guides/domains.md": 600,
     "docs/guides/sandbox.md": 850,
     "docs/guides/doctor.md": 400,

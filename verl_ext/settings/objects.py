@@ -12,7 +12,8 @@ def load_object(where: str) -> Any:
     """Return the object. A file is executed once in a process, whoever names it.
 
     Args:
-        where: the file is relative to the current folder, and need not be on PYTHONPATH.
+        where: the file is relative to the current folder, and need not be on PYTHONPATH. It can import what stands
+            beside it, after all that is installed.
     Raises:
         ImportError, OSError, AttributeError, ValueError: there is none; or whatever else the file raises.
     """
@@ -28,6 +29,8 @@ def _file(path: Path) -> Any:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
         try:
             spec.loader.exec_module(module)
         except BaseException:
