@@ -37,6 +37,10 @@ ROUNDS = 20  # of looking for processes that a command left behind
 _SCRIPT_FRAMES = 8  # of a traceback
 
 
+# Becomes the command that follows, whose process group also has a process that kills it when the pipe $0 ends.
+_WATCHED = '( { cat "/dev/fd/$0" > /dev/null; kill -KILL 0; } & ); exec "$@"'
+
+
 class AgentCrashed(Exception):
     """The agent raised, or its command failed; the text says how, with the traceback or the end of the output."""
 
@@ -295,13 +299,14 @@ class _Process:
                 if self._is_killed:
                     return -signal.SIGKILL, ""
                 process = subprocess.Popen(
-                    _dies_with_this_process(self._command),
+                    ["sh", "-c", _WATCHED, str(_life_of_worker()), *self._command],
                     stdin=given,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                     cwd=folder,
                     env=self._env,
                     start_new_session=True,
+                    pass_fds=[_life_of_worker()],
                 )
                 self._group, self._printed = process.pid, printed
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -341,10 +346,11 @@ def _kill_all_with(secret: str) -> None:
         time.sleep(0.01)
 
 
-def _dies_with_this_process(command: Sequence[str]) -> list[str]:
-    """Return a command that the kernel kills when the thread that started it ends, as when a worker is killed."""
-    setpriv = shutil.which("setpriv")  # of util-linux
-    return [setpriv, "--pdeathsig", "KILL", "--", *command] if setpriv else [*command]
+@functools.cache
+def _life_of_worker() -> int:
+    """Return the end of a pipe that can be read to its end when this process has ended, also if it was killed."""
+    reading, _ = os.pipe()  # nobody else has the other end
+    return reading
 
 
 def _with_key(secret: str) -> Iterator[int]:

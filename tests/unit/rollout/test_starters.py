@@ -139,7 +139,7 @@ def test_a_command_ends_with_the_worker_that_started_it(tmp_path):
         from verl_ext.rollout.starters import CommandStarter
 
         async def main():
-            starter = CommandStarter(["sh", "-c", "echo $$ > {tmp_path}/pid; sleep 600"], 1)
+            starter = CommandStarter(["sh", "-c", "sleep 600 & echo $$ $! > {tmp_path}/pids; wait"], 1)
             endpoint = SimpleNamespace(base_url="http://127.0.0.1:1/v1", api_key="secret", model="m")
             async with starter.place() as play:
                 await play({{}}, endpoint)
@@ -147,14 +147,14 @@ def test_a_command_ends_with_the_worker_that_started_it(tmp_path):
         asyncio.run(main())
     """)
     worker = subprocess.Popen([sys.executable, "-c", program])
-    file = tmp_path / "pid"
-    while not (file.exists() and file.read_text().strip()):
+    file = tmp_path / "pids"
+    while not (file.exists() and file.read_text().endswith("\n")):
         assert worker.poll() is None
         time.sleep(0.05)
     worker.kill()
     worker.wait()
     deadline = time.monotonic() + 20
-    while lives(int(file.read_text())):
+    while any(lives(int(pid)) for pid in file.read_text().split()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
