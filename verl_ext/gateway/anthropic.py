@@ -1,7 +1,6 @@
 """Anthropic's messages: the body of a request read, an answer written, at once or as server-sent events.
 
-A request becomes what chat.py would read, so that both formats may share a conversation. Blocks other than text,
-tool_use and tool_result are refused, because the model reads text.
+A request becomes what chat.py would read. Blocks other than text, tool_use and tool_result are refused.
 """
 
 from collections.abc import Iterator

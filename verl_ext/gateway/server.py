@@ -117,7 +117,6 @@ class Gateway:
         max_context: int,
         *,
         max_turns: int,
-        tools: Mapping[str, dict] | None = None,
         call: CallTool | None = None,
     ) -> Endpoint:
         """Begin a session, after `start`.
@@ -126,7 +125,7 @@ class Gateway:
             params: of sampling, for `generate`; they win over a client's.
             max_context: tokens of a prompt and its turn.
             max_turns: that are sampled; a further request is refused with the code turn_limit.
-            tools, call: schemas of the run's tools by name, and what calls one.
+            call: calls a tool of the run, by its name and arguments; it answers a name that it does not know.
         Raises:
             RuntimeError: the gateway was not started.
         """
@@ -134,7 +133,7 @@ class Gateway:
             raise RuntimeError("The gateway has no address yet. Await start() before open().")
         name = secrets.token_urlsafe(24)
         session = Session(self._template, max_context, dict(params), max_turns, name)
-        room = Room(session, self._generate, model=self.model, tools=tools or {}, call=call)
+        room = Room(session, self._generate, model=self.model, call=call)
         self._rooms[name] = room
         return Endpoint(f"{self._url}/s/{name}/v1", name, self.model, room)
 

@@ -30,7 +30,7 @@ from verl_ext.gateway.session import Sampled, Session
 from verl_ext.gateway.template import Template
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.protocols.base import ERROR_TOKENS, Call, MalformedCall, SegmentEncoder, cut_reply
-from verl_ext.protocols.call_json import what_is_wrong
+from verl_ext.protocols.call_json import short, what_is_wrong
 from verl_ext.records.problem import canonical, id_of
 from verl_ext.rollout.agent_turns import turns_of
 from verl_ext.rollout.base import EpisodeLoop
@@ -154,7 +154,6 @@ class AgentLoop(EpisodeLoop):
                     run.sampling_params | {_RUN: run},
                     limit,
                     max_turns=self.settings.max_turns,
-                    tools=run.tools,
                     call=lambda name, arguments: self._call(run, name, arguments),
                 )
                 agent = asyncio.ensure_future(play(told, endpoint))
@@ -319,10 +318,9 @@ class AgentLoop(EpisodeLoop):
             raise
 
     async def _call_in(self, run: _Run, name: str, arguments: dict[str, Any]) -> CallResult:
-        schema = run.tools[name]["function"]
         noted = TurnCall(name, arguments, started_s=time.time())
         run.called.append(noted)
-        if wrong := what_is_wrong(arguments, schema.get("parameters") or {}, name):
+        if wrong := _what_is_wrong(run.tools, name, arguments):
             malformed = MalformedCall(*wrong)
             run.use.malformed[malformed.kind] += 1
             run.counts.pass_malformed()
@@ -354,6 +352,13 @@ class AgentLoop(EpisodeLoop):
         shown = cut_reply(self.tokenizer, result.output, result.complaint, limit=limit, share=share, encode=encode)
         run.use.outputs_cut += shown != result.output
         return shown
+
+
+def _what_is_wrong(tools: Mapping[str, dict], name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+    """Return kind and sentence of what is wrong with a call; the model may have made up the name."""
+    if name not in tools:
+        return "unknown_tool", f"unknown tool {short(name)}; the tools are {', '.join(sorted(tools)) or 'none'}"
+    return what_is_wrong(arguments, tools[name]["function"].get("parameters") or {}, name)
 
 
 def make_starter(settings: AgentSettings, run_folder: str) -> Starter:

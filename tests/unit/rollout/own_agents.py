@@ -57,6 +57,8 @@ async def own_tool(task, endpoint):
 async def calls_badly(task, endpoint):
     await ask(endpoint, task["messages"])
     assert (await endpoint.call("code_interpreter", {"program": "1"})).error == "missing_argument"
+    result = await endpoint.call("made_up", {"program": "1"})  # a name of the model's
+    assert (result.error, "the tools are code_interpreter" in result.output) == ("unknown_tool", True)
 
 
 async def says_what_it_got(task, endpoint):

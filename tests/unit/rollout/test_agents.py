@@ -198,8 +198,8 @@ def test_the_example_with_programs_plays_as_one_row(play, encode, tokenizer):
 def test_bad_arguments_are_told_and_counted_as_malformed(play):
     episode, _ = play("calls_badly", [BOX])
     assert episode.finish_reason == RolloutEnd.ANSWER
-    assert dict(episode.use.malformed) == {"missing_argument": 1} and episode.use.calls == 0
-    assert episode.turns[0].calls[0].malformed == "missing_argument"
+    assert dict(episode.use.malformed) == {"missing_argument": 1, "unknown_tool": 1} and episode.use.calls == 0
+    assert [call.malformed for call in episode.turns[0].calls] == ["missing_argument", "unknown_tool"]
 
 
 def test_an_output_is_cut_as_in_the_built_in_loop(play):
