@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from scripts.studies.domains import launch, run, shares
 from scripts.studies.shared import REPO, command_line, markdown
 from verl_ext.evaluation.checkpoint import merge_command
-from verl_ext.evaluation.figures import evaluate, format_estimate
+from verl_ext.evaluation.figures import compare, evaluate, format_estimate
 from verl_ext.evaluation.samples import read_samples
 from verl_ext.protocols.base import CODE_SCHEMA
 from verl_ext.runs import parquet
@@ -120,13 +120,15 @@ def rl(folder: Path, data: Path, model: Path, sandbox: str, settings: Sequence[s
 
 
 def passed(folder: Path) -> str:
-    """Tabulate the share of test tasks that pass before and after RL."""
-    sides = [evaluate(read_samples(path_of(folder, "trajectories", step, validate=True))) for step in (0, STEPS)]
-    rows = []
+    """Tabulate the share of test tasks that pass before and after RL, and the difference, paired by task."""
+    samples = [list(read_samples(path_of(folder, "trajectories", step, validate=True))) for step in (0, STEPS)]
+    sides, differences = [*map(evaluate, samples)], compare(*samples)
+    lines = []
     for source in sides[0]:
-        figures = [format_estimate(side[source].metrics["acc/mean@k"]) for side in sides]
-        rows.append([source, *figures, str(sides[1][source].num_problems)])
-    return markdown(["tasks", "before RL", f"after {STEPS} steps", "number"], rows)
+        estimates = [side[source].metrics["acc/mean@k"] for side in sides]
+        difference = format_estimate(differences[source].metrics["acc/mean@k"], sign=True)
+        lines.append([source, *map(format_estimate, estimates), difference, str(sides[1][source].num_problems)])
+    return markdown(["tasks", "before RL", f"after {STEPS} steps", "difference", "number"], lines)
 
 
 if __name__ == "__main__":
