@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 27,200.
+"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 27,400.
 
 Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
 generated, and docs/upstream/, which is written for verl's tracker.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 27_200
+TOTAL = 27_400
 BUDGETS = {
     "README.md": 650,
     "CONTRIBUTING.md": 550,
@@ -52,7 +52,7 @@ BUDGETS = {
     "docs/evidence/objectives.md": 500,
     "docs/evidence/cold-start.md": 370,
     "docs/evidence/environments.md": 350,
-    "docs/evidence/terminal.md": 350,
+    "docs/evidence/terminal.md": 450,
     "docs/evidence/agents.md": 400,
     "docs/evidence/async.md": 450,
     "docs/evidence/faults.md": 500,
