@@ -19,6 +19,8 @@ from verl_ext.protocols.thinking import THINK_STOP
 
 Message = Mapping[str, Any]
 
+TOO_LONG, TURN_LIMIT = "context_length_exceeded", "turn_limit"  # codes of refusals that end an episode
+
 _ROLES = ("system", "user", "assistant", "tool")
 _EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")
 

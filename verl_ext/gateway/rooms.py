@@ -16,15 +16,14 @@ from uuid import uuid4
 from verl_ext.episode import CallResult
 from verl_ext.gateway.asked import Asked
 from verl_ext.gateway.clock import Clock
-from verl_ext.gateway.messages import Refused, normal
+from verl_ext.gateway.messages import TOO_LONG, TURN_LIMIT, Refused, normal
 from verl_ext.gateway.session import Generate, Node, Sampled, Session
 
 logger = logging.getLogger(__name__)
 
 CallTool = Callable[[str, dict[str, Any]], Awaitable[CallResult]]  # the name of a tool, and its arguments
 
-TOO_LONG, TURN_LIMIT = "context_length_exceeded", "turn_limit"  # codes of refusals that end an episode
-MAX_REFUSALS = 32  # of these, in a row
+MAX_REFUSALS = 32  # of those that end an episode, in a row
 _USUAL_CHARACTERS = 6  # of a token, at most, in a usual text
 _PIECE = 4096  # characters that are encoded at a time
 _PIECE_EXTRA = 64  # tokens that a piece may have more because it was cut out
@@ -97,20 +96,20 @@ class Room:
     Args:
         session: of which the room takes all requests.
         generate: see `Gateway`. model: the name that answers give it if the request has none.
-        call: see `Gateway.open`.
+        max_turns, call: see `Gateway.open`.
     Attributes:
         clock: the agent's own seconds.
         is_spent: whether the agent asks on and on for what is refused, which would hold up the other sessions.
         error: an exception that is ours, not a client's, the model's or a server's: the episode cannot be used.
     """
 
-    def __init__(self, session: Session, generate: Generate, *, model: str, call: CallTool | None):
+    def __init__(self, session: Session, generate: Generate, *, model: str, max_turns: int, call: CallTool | None):
         self.session, self.clock = session, Clock()
         self.is_spent, self._refusals = asyncio.Event(), 0
         self.error: Exception | None = None
         self._generate, self._model, self._call = generate, model, call
         self._decode = session.template.tokenizer.decode
-        self._turns = 0  # that were begun and have not failed
+        self._max_turns, self._turns = max_turns, 0  # that were begun and have not failed
         self._pending: dict[str, list[Pending]] = {}  # of an idempotency key, or of a body's digest
         self._tasks: set[asyncio.Task] = set()
         # Servers know a conversation by its request id, and keep what they computed of it. One is used once at a time.
@@ -137,9 +136,8 @@ class Room:
             use.joined += 1
             return min(earlier, key=lambda pending: (pending.waiting > 0, pending.is_delivered))
         use.repeats += bool(earlier)
-        limit = self.session.max_turns
-        if limit is not None and self._turns >= limit:
-            raise Refused(f"This session may have {limit} turns, and has had them.", code=TURN_LIMIT)
+        if self._turns >= self._max_turns:
+            raise Refused(f"This session may have {self._max_turns} turns, and has had them.", code=TURN_LIMIT)
         self._turns += 1
         pending = Pending(self._run(self._turn(asked)), digest)
         self._pending[name] = [*earlier, pending]

@@ -26,8 +26,8 @@ from aiohttp import web
 from verl_ext.episode import CallResult
 from verl_ext.gateway import anthropic, chat
 from verl_ext.gateway.asked import decoded
-from verl_ext.gateway.messages import Refused
-from verl_ext.gateway.rooms import TOO_LONG, TURN_LIMIT, CallTool, Room, ended, failed
+from verl_ext.gateway.messages import TOO_LONG, TURN_LIMIT, Refused
+from verl_ext.gateway.rooms import CallTool, Room, ended, failed
 from verl_ext.gateway.session import Generate, Session
 from verl_ext.gateway.template import Template
 
@@ -132,8 +132,8 @@ class Gateway:
         if not self._url:
             raise RuntimeError("The gateway has no address yet. Await start() before open().")
         name = secrets.token_urlsafe(24)
-        session = Session(self._template, max_context, dict(params), max_turns, name)
-        room = Room(session, self._generate, model=self.model, call=call)
+        session = Session(self._template, max_context, dict(params), name)
+        room = Room(session, self._generate, model=self.model, max_turns=max_turns, call=call)
         self._rooms[name] = room
         return Endpoint(f"{self._url}/s/{name}/v1", name, self.model, room)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_ext.episode import AgentUse, Span, TokenRow
-from verl_ext.gateway.messages import Message, Refused, chain, normal, told
+from verl_ext.gateway.messages import TOO_LONG, Message, Refused, chain, normal, told
 from verl_ext.gateway.template import Frame, Template
 from verl_ext.protocols.base import Call
 from verl_ext.protocols.thinking import is_thinking, opens_thinking
@@ -153,13 +153,11 @@ class Session:
     Args:
         params: of sampling, the run's.
         max_context: tokens of a prompt and its turn.
-        max_turns: answers of the model; None: no limit.
     """
 
     template: Template
     max_context: int
     params: dict[str, Any] = field(default_factory=dict)
-    max_turns: int | None = None
     name: str = ""
     use: AgentUse = field(default_factory=AgentUse)
     nodes: list[Node] = field(default_factory=list)  # by the time of their answers
@@ -189,8 +187,6 @@ class Session:
         """
         if self.is_sealed:
             raise Refused("the session has ended", 410, "session_ended")
-        if self.max_turns is not None and len(self.nodes) >= self.max_turns:
-            raise self._refusal(f"the model has given {self.max_turns} answers, the most for an episode", "turn_limit")
         if not isinstance(messages, list) or not messages:
             raise Refused(f"messages: expected a list with at least one; got {messages!r:.200}")
         tools = tools or None
@@ -198,15 +194,12 @@ class Session:
             tools = self.nodes[-1].place.tools  # each request brings its own copy, and one is kept
         place = (self._open_place if is_open else self._new_place)([*map(normal, messages)], tools)
         if (tokens := len(place.prompt_ids)) >= self.max_context:
+            self.last_refusal = TOO_LONG
             sentence = f"the prompt has {tokens} tokens, and the limit of prompt and answer is {self.max_context}"
-            raise self._refusal(sentence, "context_length_exceeded")
+            raise Refused(sentence, code=TOO_LONG)
         if place.parent:
             place.parent.asked += 1
         return place
-
-    def _refusal(self, sentence: str, code: str) -> Refused:
-        self.last_refusal = code
-        return Refused(sentence, code=code)
 
     def _new_place(self, messages: list[dict[str, Any]], tools: Any) -> Place:
         digests = chain(messages)

@@ -25,6 +25,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from verl_ext.environments.base import selected
 from verl_ext.episode import CallResult, Episode, EpisodeKey, TokenRow, ToolUse, TurnCall
+from verl_ext.gateway.messages import TOO_LONG, TURN_LIMIT
 from verl_ext.gateway.server import Endpoint, Gateway
 from verl_ext.gateway.session import Sampled, Session
 from verl_ext.gateway.template import Template
@@ -215,29 +216,31 @@ class AgentLoop(EpisodeLoop):
                 raise error
         if session.failed is not None:
             return RolloutEnd.ABORTED, session.failed
-        if run.end.done():
-            return run.end.result(), None
         answered = [node for node in session.nodes if node.delivered]
+        if run.end.done() and (answered or run.end.result() in INFRASTRUCTURE_FAILURES):
+            return run.end.result(), None
         if not answered:
-            raise AgentFailed(self._why_without_answer(session, crash, is_late))
+            raise AgentFailed(self._why_without_answer(run, session, crash, is_late))
         if is_late:
             return RolloutEnd.TIMEOUT, None
-        if session.last_refusal == "turn_limit":
+        if session.last_refusal == TURN_LIMIT:
             return RolloutEnd.MAX_TURNS, None
-        if session.last_refusal == "context_length_exceeded":
+        if session.last_refusal == TOO_LONG:
             return RolloutEnd.MAX_TOKENS, None
         if crash is not None:
             self._log_crash(crash)
             return RolloutEnd.AGENT_ERROR, str(crash)
         return RolloutEnd.MAX_TOKENS if answered[-1].finish == "length" else RolloutEnd.ANSWER, None
 
-    def _why_without_answer(self, session: Session, crash: BaseException | None, is_late: bool) -> str:
+    def _why_without_answer(self, run: _Run, session: Session, crash: BaseException | None, is_late: bool) -> str:
         what = f"The agent {self.settings.run!r}"
         if session.last_refusal:
             limit = f"prompt and answer have {session.max_context} tokens, the task's and data.max_response_length"
             return f"{what} got no answer of the model: its request was refused with {session.last_refusal} ({limit})."
         if crash is not None:
             return f"{what} crashed before the model had answered: {crash}"
+        if run.end.done():
+            return f"{what} made calls that ended the episode ({run.end.result()}) before the model had answered."
         if is_late:
             return f"{what} got no answer of the model within {self.settings.timeout_s:g} s of its own."
         if session.use.requests:

@@ -242,7 +242,7 @@ async def test_a_session_has_a_limit_of_turns_also_in_flight(tokenizer: Any) -> 
 
 
 async def test_a_turn_that_has_just_ended_is_counted_once(templates: dict[str, Template]) -> None:
-    session, gate, pending = Session(templates["tiny"], 1000, max_turns=3), asyncio.Event(), []
+    session, gate, pending = Session(templates["tiny"], 1000), asyncio.Event(), []
 
     def begin(number: int) -> None:
         asked = Asked([{"role": "user", "content": str(number)}])
@@ -254,7 +254,7 @@ async def test_a_turn_that_has_just_ended_is_counted_once(templates: dict[str, T
             begin(2)
         return Sampled(ids=[templates["tiny"].tokenizer.eos_token_id])
 
-    room = rooms.Room(session, generate, model="m", call=None)
+    room = rooms.Room(session, generate, model="m", max_turns=3, call=None)
     for number in range(2):
         begin(number)
     await asyncio.sleep(0)

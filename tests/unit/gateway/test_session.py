@@ -299,14 +299,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_openais_code(policy):
     assert it.session.last_refusal is None
 
 
-def test_an_episode_has_at_most_its_turns(policy):
-    it = policy(max_turns=1)
-    it.ask(HELLO, "fine")
-    with pytest.raises(Refused, match="the model has given 1 answers") as refused:
-        it.ask(HELLO, "fine")
-    assert (refused.value.status, refused.value.code) == (400, "turn_limit") == (400, it.session.last_refusal)
-
-
 @pytest.mark.parametrize("sampled", [Sampled([5], failed="engine died"), Sampled()])
 def test_a_request_that_the_servers_gave_up_leaves_nothing(policy, sampled):
     it = policy()

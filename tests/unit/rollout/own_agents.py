@@ -175,3 +175,8 @@ async def rewrites(task, endpoint):
     await ask(endpoint, task["messages"])
     more = [{"role": "assistant", "content": "another"}, {"role": "user", "content": "2+2?"}]
     await ask(endpoint, [*task["messages"], *more])
+
+
+async def calls_before_it_asks(task, endpoint):
+    await endpoint.call("code_interpreter", {"code": "print(2)"})
+    await ask(endpoint, task["messages"])

@@ -284,6 +284,17 @@ def test_an_agent_that_gets_no_answer_is_our_failure(play, agent, told):
         play(agent, [])
 
 
+def test_calls_that_end_an_episode_before_any_answer_are_our_failure(play):
+    from verl_ext.rollout.agents import AgentFailed
+    from verl_ext.sandbox.client import RunResult
+
+    ran = RunResult("ok", "2", "", 0, queue_s=0.0, run_s=3.0, attempts=1, message="")
+    with pytest.raises(AgentFailed, match="calls that ended the episode .timeout. before the model had answered"):
+        play("calls_before_it_asks", [BOX], results=[ran], turn_s=1.0)
+    episode, _ = play("calls_before_it_asks", [BOX], results=[ran], turn_s=5.0)
+    assert episode.finish_reason == RolloutEnd.ANSWER
+
+
 def test_a_prompt_that_does_not_fit_is_our_failure(play):
     from verl_ext.rollout.agents import AgentFailed
 
