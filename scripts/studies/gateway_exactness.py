@@ -58,7 +58,7 @@ Answered = tuple[str, str]  # what a client made of an answer: its text, and its
 
 @dataclass
 class Engine:
-    """vLLM, and the log of what it sampled: session, prompt, tokens, log-probs."""
+    """The engine, and the log of its answers: session, prompt, tokens, log-probs of each."""
 
     server: Any  # rollout.servers.VllmServer
     rng: random.Random

@@ -74,7 +74,7 @@ class AgentEndpoint:
         self.base_url, self.api_key, self.model = endpoint.base_url, endpoint.api_key, endpoint.model
 
     def openai(self) -> Any:
-        """Return an `openai.AsyncOpenAI` for this endpoint. All share their connections: one client costs 47 ms."""
+        """Return an `openai.AsyncOpenAI` for this endpoint. All share connections; a new client is slow."""
         shared = _async_client(asyncio.get_running_loop())
         return shared.with_options(base_url=self.base_url, api_key=self.api_key)
 
