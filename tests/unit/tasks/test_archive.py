@@ -102,7 +102,11 @@ def test_an_archive_that_unpacks_to_too_much_is_refused() -> None:
         unpack(bomb, max_bytes=10)
 
 
-@pytest.mark.parametrize("data", [b"no tar", pack({"x": b"1" * 5000})[:-20], gzip.compress(b"no tar" * 200)])
+@pytest.mark.parametrize(
+    "data",
+    [b"no tar", pack({"x": b"1" * 5000})[:-20], gzip.compress(b"no tar" * 200)],
+    ids=["no archive", "cut", "no tar in it"],
+)
 def test_what_is_no_whole_archive_is_refused(data: bytes) -> None:
     with pytest.raises(BadArchive, match="no whole tar.gz"):
         unpack(data)
