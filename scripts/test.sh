@@ -56,10 +56,10 @@ export HF_HUB_OFFLINE=1 WANDB_MODE=disabled RAY_USAGE_STATS_ENABLED=0 VLLM_NO_US
 
 survivors() { # pids of processes that carry our mark, without this shell and its children
     local environ pid
-    for environ in $(grep -lszF "RETOOL_TEST_RUN=$TMPDIR" /proc/[0-9]*/environ); do
+    while read -r environ; do
         pid=${environ//[!0-9]/}
         [ "$pid" = "$$" ] || [ "$(ps -o ppid= -p "$pid" | tr -d ' ')" = "$$" ] || echo "$pid"
-    done
+    done < <(grep -lszF "RETOOL_TEST_RUN=$TMPDIR" /proc/[0-9]*/environ)
 }
 finish() {
     local status=$? pids looks=10
@@ -68,15 +68,13 @@ finish() {
     [ "$status" -lt 128 ] || looks=1
     for _ in $(seq $looks); do # processes that were asked to end get the time to do so
         sleep 1
-        pids=$(survivors)
-        [ -n "$pids" ] || break
+        mapfile -t pids < <(survivors)
+        [ ${#pids[@]} != 0 ] || break
     done
-    if [ -n "$pids" ]; then
+    if [ ${#pids[@]} != 0 ]; then
         say "these processes outlived the tests and are killed:" >&2
-        # shellcheck disable=SC2086
-        ps -o pid,etime,args -p $(echo $pids | tr ' ' ',') >&2 || true
-        # shellcheck disable=SC2086
-        kill -9 $pids 2>/dev/null || true
+        ps -o pid,etime,args -p "$(IFS=, && echo "${pids[*]}")" >&2 || true
+        kill -9 "${pids[@]}" 2>/dev/null || true
         [ "$status" != 0 ] || status=1
     fi
     rm -rf "$TMPDIR"

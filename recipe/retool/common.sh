@@ -1,6 +1,7 @@
+# shellcheck shell=bash
 # Sourced by the launchers in this folder: it goes to the repository's root, finds Python, sorts arguments, checks inputs and
 # the run (verl_ext/doctor), and holds the commands of SFT and RL. Paths in variables are relative to the repository's root.
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 
 if [[ ${1-} == --help ]]; then # the launcher's own header; Hydra's help is `--hydra-help`
   sed -n '2,/^[^#]/s/^# \{0,1\}//p' "recipe/retool/$(basename "$0")"
@@ -70,13 +71,14 @@ import importlib.util as util, pathlib
 spec = util.find_spec("torch")
 run = spec and pathlib.Path(spec.origin).parent / "distributed" / "run.py"
 raise SystemExit(not (run and "--signals-to-handle" in run.read_text()))' > /dev/null; then
-  HANGUP=(--signals-to-handle=SIGTERM,SIGINT,SIGQUIT)
+  HANGUP=("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
 fi
 
 # sft CONFIG: SFT by torchrun, from the variables that the launcher's header names.
 sft() {
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
-  export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  export VERL_FILE_LOGGER_PATH
   logger_folders
   require TRAIN_FILE data.train_files "Create it with: python data/prepare_retool_sft.py, or set TRAIN_FILE."
 
@@ -109,7 +111,8 @@ quickstart_files() {
   DATA_DIR=${DATA_DIR:-outputs/$1/data}
   MODEL_PATH=${MODEL_PATH:-outputs/$1/$3}
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1/$4}")
-  export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  export VERL_FILE_LOGGER_PATH
   logger_folders
   require DATA_DIR data.train_files "Create it with: python $2/prepare.py --out $DATA_DIR"
 }
@@ -180,6 +183,7 @@ forget_dead_ray() {
   local file="${RAY_TMPDIR:-${TMPDIR:-/tmp}}/ray/ray_current_cluster" address
   if [[ -n ${RAY_ADDRESS-} || ! -s $file ]]; then return; fi
   address=$(< "$file")
+  # shellcheck disable=SC2016 # the inner shell expands $0 and $1
   if timeout 5 bash -c '> "/dev/tcp/$0/$1"' "${address%:*}" "${address##*:}" 2> /dev/null; then return; fi
   echo "$(basename "$0"): no Ray answers at $address, which $file names. Removing the file and starting a new Ray." >&2
   rm -f "$file"
