@@ -98,8 +98,8 @@ def unpack(archive: bytes, *, max_bytes: int = MAX_BYTES) -> dict[str, Entry]:
                 path = info.name.removeprefix("./").rstrip("/")
                 if path in ("", "."):
                     continue
-                if info.isreg() and not info.sparse:
-                    entries[path] = File(tar.extractfile(info).read(), info.mode & 0o777)
+                if info.isreg() and not info.sparse and (file := tar.extractfile(info)):
+                    entries[path] = File(file.read(), info.mode & 0o777)
                 elif info.isdir():
                     entries[path] = Folder(info.mode & 0o777)
                 elif info.issym():

@@ -33,14 +33,14 @@ def with_canaries(source: str, rng: random.Random, count: int) -> tuple[str, lis
     taken = {test.name for _, test in tests}
     copies = [(owner, test, copy) for owner, test in tests if (copy := _altered(test, lines, rng))]
     rng.shuffle(copies)
-    firsts = list({owner: (owner, *rest) for owner, *rest in copies}.values())  # unittest's asserts are others
+    firsts = list({each[0]: each for each in copies}.values())  # unittest's asserts are others
     names, chosen = [], firsts + [each for each in copies if each not in firsts][: max(0, count - len(firsts))]
-    for owner, test, copy in sorted(chosen, key=lambda each: -each[1].end_lineno):  # so that line numbers stay right
+    for owner, test, copy in sorted(chosen, key=lambda each: -each[1].lineno):  # so that line numbers stay right
         name = _new_name(test.name, taken, rng)
-        decorators = test.lineno - 1 - _start(test)
-        head = "".join([*io.StringIO(copy, newline="")][:decorators])
+        start, end = _span(test)
+        head = "".join([*io.StringIO(copy, newline="")][: test.lineno - 1 - start])
         copy = head + copy[len(head) :].replace(test.name, name, 1)
-        lines.insert(test.end_lineno, f"\n{copy}" if owner else f"\n\n{copy}")
+        lines.insert(end, f"\n{copy}" if owner else f"\n\n{copy}")
         names.append(f"{owner}::{name}" if owner else name)
     plain = _new_name("test_sorted", taken, rng)
     return "".join([*lines, PLAIN.format(name=plain)]), [*names, plain]
@@ -55,8 +55,9 @@ def _tests(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
             yield from ((node.name, each) for each in inner)
 
 
-def _start(test: ast.FunctionDef) -> int:
-    return min([test.lineno, *(each.lineno for each in test.decorator_list)]) - 1
+def _span(test: ast.FunctionDef) -> tuple[int, int]:
+    """Return the lines of a test, with its decorators, as the ends of a slice."""
+    return min([test.lineno, *(each.lineno for each in test.decorator_list)]) - 1, test.end_lineno or test.lineno
 
 
 def _altered(test: ast.FunctionDef, lines: list[str], rng: random.Random) -> str | None:
@@ -64,14 +65,14 @@ def _altered(test: ast.FunctionDef, lines: list[str], rng: random.Random) -> str
 
     Only statements of the function itself count, as they run whatever the code under test does.
     """
-    start = _start(test)
-    constants = [each for node in test.body for value in _expected(node) for each in _constants(value)]
-    constants = [each for each in constants if each.lineno == each.end_lineno]
-    if not constants or ";" in lines[test.end_lineno - 1]:
+    start, end = _span(test)
+    constants = [pair for node in test.body for value in _expected(node) for pair in _constants(value)]
+    constants = [(each, other) for each, other in constants if each.lineno == each.end_lineno]
+    if not constants or ";" in lines[end - 1]:
         return None
-    constant = rng.choice(constants)
-    changed, line = lines[start : test.end_lineno], lines[constant.lineno - 1].encode()
-    line = line[: constant.col_offset] + repr(_other(constant.value)).encode() + line[constant.end_col_offset :]
+    constant, other = rng.choice(constants)
+    changed, line = lines[start:end], lines[constant.lineno - 1].encode()
+    line = line[: constant.col_offset] + repr(other).encode() + line[constant.end_col_offset :]
     changed[constant.lineno - 1 - start] = line.decode()
     return "".join(changed)
 
@@ -98,10 +99,10 @@ def _is_plain(node: ast.expr) -> bool:
     return True
 
 
-def _constants(value: ast.expr) -> Iterator[ast.Constant]:
-    """Yield the parts of a value without which it is another: not a set's or a key, of which there may be two."""
+def _constants(value: ast.expr) -> Iterator[tuple[ast.Constant, bool | int | float | str]]:
+    """Yield parts of a value, with what makes it another value: not a set's or a key, of which there may be two."""
     if isinstance(value, ast.Constant) and isinstance(value.value, bool | int | float | str):
-        yield value
+        yield value, _other(value.value)
     elif isinstance(value, ast.List | ast.Tuple):
         for each in value.elts:
             yield from _constants(each)

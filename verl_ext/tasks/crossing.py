@@ -42,7 +42,7 @@ class Crossed(NamedTuple):
 
     def entries(self) -> dict[str, archive.Entry]:
         """Return the files of a scoring box, relative to its root, as run_tests.py reads them."""
-        files = {f"app/{path}": archive.File(*each) for path, each in self.files.items()}
+        files: dict[str, archive.Entry] = {f"app/{path}": archive.File(*each) for path, each in self.files.items()}
         return files | {"home/agent/deleted.json": archive.File(json.dumps(self.deleted).encode())}
 
 
@@ -84,7 +84,7 @@ def _reason(path: str, owned: Iterable[str]) -> str:
         return "configuration"
     if path.endswith(_ENDINGS) or any(part.endswith(_MACHINERY) for part in parts):
         return "machinery"
-    first = parts[1] if parts[0] == "src" and len(parts) > 1 else parts[0]
+    first = parts[:2][-1] if parts[0] == "src" else parts[0]
     module = first.removesuffix(".py")
     if path.endswith(".py") and first not in owned and module in sys.stdlib_module_names | _OF_PYTEST:
         return "imposter"

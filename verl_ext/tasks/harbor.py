@@ -99,7 +99,7 @@ def _check(config: Mapping[str, Any], where: str) -> None:
     version = str(config.get("schema_version", config.get("version", "1.0")))
     if version not in VERSIONS:
         raise NotHonoured(f"{where}: schema_version is {version!r}; {', '.join(VERSIONS)} are known.")
-    asked = {(key,): value for key, value in config.items() if key not in _TOP}
+    asked: dict[tuple[str, ...], Any] = {(key,): value for key, value in config.items() if key not in _TOP}
     for table, known in _KNOWN.items():
         for key, value in (config.get(table) or {}).items():
             if key not in known and _HARMLESS.get((table, key)) != value:

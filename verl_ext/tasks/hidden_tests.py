@@ -159,7 +159,8 @@ def expected_of(before: Sequence[Measured], after: Sequence[Measured], hidden: H
     is_copy = {name for run in after for name in run.outcomes if _without_parameters(name) in hidden.canaries}
     sides: dict[str, tuple[set[str], set[str]]] = {}
     for name in sorted({name for run in (*before, *after) for name in run.outcomes}):
-        sides[name] = tuple({run.outcomes.get(name, "error") for run in runs} for runs in (before, after))
+        old, new = ({run.outcomes.get(name, "error") for run in runs} for runs in (before, after))
+        sides[name] = old, new
     flaky = [
         name for name, (old, new) in sides.items() if any("passed" in each and len(each) > 1 for each in (old, new))
     ]

@@ -30,12 +30,13 @@ class RepositoryTask:
     Attributes:
         archives: "image" and "tests" -> name of the file and its sha256.
         package: names that the repository's code is imported by, which no Python of a sandbox may have.
+        limits: fields of `BoxTask`, such as `memory_mb`.
     """
 
     instance: Instance
     archives: dict[str, tuple[str, str]]
     package: tuple[str, ...]
-    limits: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
 
 
 class NotCut(ValueError):

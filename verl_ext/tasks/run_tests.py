@@ -25,6 +25,7 @@ import time
 import zlib
 from base64 import b64encode
 from pathlib import Path
+from typing import IO
 
 APP, TESTS = Path("/app"), Path("/tests")
 DELETED = Path("/home/agent/deleted.json")  # sources that the agent deleted (crossing.py)
@@ -131,7 +132,7 @@ def lay_out(pristine: Path) -> None:
     shutil.copytree(pristine, APP, symlinks=True, dirs_exist_ok=True)
 
 
-def run_file(file: str, paths: list[str], limit_s: float, faults: list[str], said: object) -> list[list]:
+def run_file(file: str, paths: list[str], limit_s: float, faults: list[str], said: int | IO[bytes]) -> list[list]:
     """Return what the process of a test file reported: [node id, phase, outcome, whether it was expected to fail].
 
     `said` is for what it prints.
@@ -149,13 +150,14 @@ def run_file(file: str, paths: list[str], limit_s: float, faults: list[str], sai
         env=environment,
         start_new_session=True,
     )
+    assert child.stdin and child.stdout  # pipes, as asked for
     try:
         child.stdin.write(json.dumps(order).encode() + b"\n")
         child.stdin.close()
     except BrokenPipeError:
         pass
     lines = []
-    for line in listen(child, time.monotonic() + limit_s).splitlines():
+    for line in listen(child, child.stdout, time.monotonic() + limit_s).splitlines():
         try:
             begin, *rest = json.loads(line)
         except (ValueError, TypeError):
@@ -168,21 +170,21 @@ def run_file(file: str, paths: list[str], limit_s: float, faults: list[str], sai
     return lines
 
 
-def listen(child: subprocess.Popen, deadline: float) -> bytes:
+def listen(child: subprocess.Popen, stdout: IO[bytes], deadline: float) -> bytes:
     """Return what a process writes until it ends or its time is over; then all others are killed, too."""
     said, ended = b"", False
-    os.set_blocking(child.stdout.fileno(), False)
+    os.set_blocking(stdout.fileno(), False)
     with selectors.DefaultSelector() as waiting:
-        waiting.register(child.stdout, selectors.EVENT_READ)
+        waiting.register(stdout, selectors.EVENT_READ)
         while not ended and len(said) <= MAX_REPORT and time.monotonic() < deadline:
             ended = child.poll() is not None  # then the pipe is read once more, as another process may hold it
             if waiting.select(0 if ended else min(0.2, max(0.0, deadline - time.monotonic()))):
-                while (part := child.stdout.read(2**16)) and len(said) <= MAX_REPORT:
+                while (part := stdout.read(2**16)) and len(said) <= MAX_REPORT:
                     said += part
                 if part == b"":
                     break
     kill_others()
-    child.stdout.close()
+    stdout.close()
     child.wait()
     return said[:MAX_REPORT]
 

@@ -88,7 +88,7 @@ class BoxTask:
 
     def to_info(self) -> dict[str, Any]:
         """Return the task as plain values for JSON, with its archives in base64; see `from_info`."""
-        plain = asdict(self) | {"artifacts": list(self.artifacts)}
+        plain: dict[str, Any] = asdict(self) | {"artifacts": list(self.artifacts)}
         return plain | {key: base64.b64encode(plain[key]).decode() for key in _ARCHIVES}
 
     @classmethod
@@ -99,12 +99,13 @@ class BoxTask:
             ValueError: it is no such text, a key is missing, unknown or wrong, or an archive holds what it may not.
         """
         try:
-            plain = json.loads(info) if isinstance(info, str) else {**info}
+            plain: dict[str, Any] = json.loads(info) if isinstance(info, str) else {**info}
             known = {each.name for each in fields(cls)}
             if unknown := sorted(plain.keys() - known):
                 raise ValueError(f"it has the unknown key {unknown[0]!r}")
             plain |= {key: base64.b64decode(plain[key], validate=True) for key in _ARCHIVES if key in plain}
-            task = cls(**plain | {"artifacts": tuple(plain["artifacts"])})
+            plain["artifacts"] = tuple(plain["artifacts"])
+            task = cls(**plain)
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"extra_info.task is no task: {type(error).__name__}: {error}. Write it by verl_ext.tasks.task.row."
