@@ -170,11 +170,15 @@ class TokenRow:
 
     def oldest_version(self) -> int | None:
         """Return the oldest version of the weights; None if a server reported none, or no token was written."""
-        versions = [version for *_, version in self.version_spans]
-        return None if None in versions else min(versions, default=None)
+        return _oldest([version for *_, version in self.version_spans])
 
 
 MAX_EVIDENCE = 2**18
+
+
+def _oldest(versions: list[int | None]) -> int | None:
+    known = [version for version in versions if version is not None]
+    return min(known, default=None) if len(known) == len(versions) else None
 
 
 def _per_call(zero: float = 0) -> Any:
@@ -337,8 +341,7 @@ class Episode:
 
     def oldest_version(self) -> int | None:
         """Return the oldest version of the weights that wrote a token of it; None if one is not known."""
-        versions = [row.oldest_version() for row in self.rows]
-        return None if None in versions else min(versions, default=None)
+        return _oldest([row.oldest_version() for row in self.rows])
 
 
 USAGE = "usage"  # key of `Episode.from_server`: the `Usage` of an endpoint that is paid by the token

@@ -114,9 +114,10 @@ def rollout_end(info: Mapping[str, Any]) -> str:
 def infrastructure_failure(info: Mapping[str, Any]) -> RolloutEnd | None:
     """Return the infrastructure failure that kept a rollout from being judged, or None. `info`: see `rollout_end`."""
     end = rollout_end(info)
-    return end if end in INFRASTRUCTURE_FAILURES else None
+    return RolloutEnd(end) if end in INFRASTRUCTURE_FAILURES else None
 
 
 def evaluation_failure(info: Mapping[str, Any]) -> str | None:
     """Return `infrastructure_failure` as an evaluation's result spells it: one of EVALUATION_FAILURES, or None."""
-    return _EVALUATION_NAMES.get(infrastructure_failure(info))
+    failure = infrastructure_failure(info)
+    return None if failure is None else _EVALUATION_NAMES[failure]

@@ -9,13 +9,20 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 VERL = {"verl": "0.9.1"}
 PYTHON_VERSIONS = ("3.11", "3.12")
+
+
+class Library(Protocol):
+    """A module of another package, in which this package replaces names."""
+
+    def __getattr__(self, name: str, /) -> Any: ...
+    def __setattr__(self, name: str, value: Any, /) -> None: ...
 
 
 def require_versions(versions: Mapping[str, str], where: str) -> None:

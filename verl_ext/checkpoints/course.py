@@ -91,14 +91,14 @@ def require_same_rows(checkpoint: Path, now: Course) -> None:
 def has_other_rows(checkpoint: Path, now: Course) -> bool:
     """Return whether an RL checkpoint's place refers to data with another number of rows, and warn if it does."""
     saved = saved_course(checkpoint)
-    is_other = saved is not None and saved.rows != now.rows
-    if is_other:
-        logger.warning(
-            "Resume: the training data had %s rows when %s was saved and has %s now, so its place in them is lost. "
-            "Training starts at the first batch of an epoch, and problems of this epoch may come again.",
-            *(saved.rows, checkpoint, now.rows),
-        )
-    return is_other
+    if saved is None or saved.rows == now.rows:
+        return False
+    logger.warning(
+        "Resume: the training data had %s rows when %s was saved and has %s now, so its place in them is lost. "
+        "Training starts at the first batch of an epoch, and problems of this epoch may come again.",
+        *(saved.rows, checkpoint, now.rows),
+    )
+    return True
 
 
 def warn_of_another_rate(checkpoint: Path, step: int, now: Course) -> None:

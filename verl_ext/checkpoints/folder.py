@@ -46,6 +46,11 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"global_step_{step}"
 
 
+def named_step(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint, as `path_of` writes it."""
+    return int(checkpoint.name.removeprefix("global_step_"))
+
+
 def tracked_step(folder: Path) -> int | None:
     """Return the step that verl's tracker names; None if the tracker is missing or, after a kill, empty."""
     try:
@@ -113,12 +118,12 @@ def require_whole(path: str | os.PathLike | None) -> Path:
         ValueError: the path does not name a folder `global_step_<n>`.
         NotWhole: a part of the checkpoint is missing; the message says which.
     """
-    checkpoint = Path(path or "")
-    if step_of(path) is None:
+    if path is None or step_of(path) is None:
         raise ValueError(
             f"trainer.resume_from_path is {path!r}. Expected the folder of a checkpoint, such as "
             "outputs/qwen2-32b_dapo/global_step_300."
         )
+    checkpoint = Path(path)
     if seen := problem(checkpoint):
         others = [str(path_of(checkpoint.parent, step)) for step in whole_steps(checkpoint.parent)]
         raise NotWhole(
@@ -143,8 +148,8 @@ def choose(mode: str, path: str | os.PathLike | None, folder: Path, say: Say = l
     if mode != "resume_path":
         raise ValueError(f"trainer.resume_mode={mode!r}; expected auto, resume_path or disable.")
     step = step_of(path)
-    copies = {} if step is None else recoverable(Path(path).parent, step)
-    chosen = copies.get(step) or require_whole(path)
+    copy = None if path is None or step is None else recoverable(Path(path).parent, step).get(step)
+    chosen = copy or require_whole(path)
     say(f"Resume: from {chosen}, as trainer.resume_from_path says.")
     return chosen
 
@@ -155,7 +160,7 @@ def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
     The run's journals forget what came after the chosen step. So `auto` must not continue from a later checkpoint
     before this start has saved one.
     """
-    step, tracked = step_of(chosen), tracked_step(folder)
+    step, tracked = named_step(chosen), tracked_step(folder)
     if tracked is not None and step < tracked and chosen.resolve().parent == folder.resolve():
         durable.write_text(folder / TRACKER, str(step))
         say(f"Resume: {folder / TRACKER} named step {tracked} and is set back to step {step}.")
@@ -220,7 +225,7 @@ def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
     if not (copies := [path for path in _vouched(folder) if problem(path) is None]):
         return {}
     there, named = whole_steps(folder), (tracked_step(folder), wanted)
-    by_step = {step_of(path): path for path in copies}
+    by_step = {named_step(path): path for path in copies}
     return {step: path for step, path in by_step.items() if step not in there and (not there or step in named)}
 
 

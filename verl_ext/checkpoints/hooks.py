@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 import wrapt
@@ -17,7 +17,13 @@ from verl_ext.checkpoints import manifest
 from verl_ext.checkpoints.course import Course, has_other_rows, require_same_rows, warn_of_another_rate
 from verl_ext.checkpoints.rolling import Rolling
 from verl_ext.runs.lock import own_training_folder
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
+
+if TYPE_CHECKING:
+    from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
+    from verl.workers.engine import BaseEngine
+else:
+    CheckpointHandler = object  # verl's module is being imported when `guard_sft` is called
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -65,12 +71,12 @@ def sync_shards(module: ModuleType) -> None:
     manager.save_checkpoint = save_checkpoint
 
 
-def guard_sft(module: ModuleType) -> None:
+def guard_sft(module: Library) -> None:
     """verl/utils/checkpoint/checkpoint_handler.py (0.9.1): put a subclass in the place of `CheckpointHandler`."""
     module.CheckpointHandler = type("CheckpointHandler", (WholeSaves, module.CheckpointHandler), {})
 
 
-class WholeSaves:
+class WholeSaves(CheckpointHandler):
     """SFT's saves and resumes. It stands before verl's `CheckpointHandler`, whose lines are named."""
 
     @property
@@ -83,7 +89,7 @@ class WholeSaves:
             dist.barrier()
 
     def _num_data_ranks(self) -> int:
-        return self.engine.get_data_parallel_size() if self._has_ranks else 1
+        return cast("BaseEngine", self.engine).get_data_parallel_size() if self._has_ranks else 1
 
     def _course(self) -> Course:
         return Course.of(self.train_dataloader, self._num_data_ranks(), getattr(self.engine, "optimizer_config", None))
@@ -157,7 +163,7 @@ class WholeSaves:
         mode = "resume_path" if self.resume_mode == "auto" and self.resume_from_path else self.resume_mode
         chosen = _chosen(mode, self.resume_from_path, folder)
         if chosen is not None:
-            if not self._is_complete(checkpoints.step_of(chosen)):
+            if not self._is_complete(checkpoints.named_step(chosen)):
                 require_same_rows(chosen, self._course())
             checkpoints.set_back(folder, chosen)
         return chosen
@@ -170,7 +176,7 @@ class WholeSaves:
         epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401).
         """
         manifest.require_data_states(Path(checkpoint_path), self._num_data_ranks())
-        step, steps_per_epoch = checkpoints.step_of(checkpoint_path), len(self.train_dataloader)
+        step, steps_per_epoch = checkpoints.named_step(Path(checkpoint_path)), len(self.train_dataloader)
         if self.rank == 0:
             warn_of_another_rate(Path(checkpoint_path), step, self._course())
         if step % steps_per_epoch == 0:
@@ -255,6 +261,6 @@ def _chosen(mode: str, path: str | None, folder: Path) -> Path | None:
     """Choose as `checkpoints.choose` does, after moving a copy that a kill left in `.saving/` into its place."""
     if mode == "auto":
         checkpoints.restore(folder)
-    elif mode == "resume_path" and (step := checkpoints.step_of(path)) is not None:
+    elif mode == "resume_path" and path is not None and (step := checkpoints.step_of(path)) is not None:
         checkpoints.restore(Path(path).parent, step)
     return checkpoints.choose(mode, path, folder)

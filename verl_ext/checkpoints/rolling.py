@@ -28,7 +28,7 @@ def kept_steps(whole: Iterable[int], *, keep_last: int | None, best: int | None,
     """Return the last `keep_last` steps (None: all), the best one and the one that the tracker names."""
     ordered = sorted(whole)
     newest = ordered if keep_last is None else ordered[-keep_last:]
-    return {*newest, *({best, tracked} & set(ordered))}
+    return {*newest, *(step for step in ordered if step in (best, tracked))}
 
 
 @dataclass
@@ -84,9 +84,10 @@ class Rolling:
         elif (schedule := retool.get("validation_schedule") or {}).get("enable"):
             key, intervals = "retool.validation_schedule.phases", [every for _, every in schedule["phases"]]
         save_freq = trainer.get("save_freq")
-        if not (self.best_metric and all(isinstance(freq, int) for freq in (save_freq, *intervals)) and save_freq > 0):
+        if not (self.best_metric and isinstance(save_freq, int) and save_freq > 0):
             return
-        if any(every <= 0 or save_freq % every for every in intervals):
+        known = [every for every in intervals if isinstance(every, int)]
+        if len(known) == len(intervals) and any(every <= 0 or save_freq % every for every in known):
             logger.warning(
                 "retool.checkpoints.best_metric=%s: only a step with a full validation can be the best, but "
                 "trainer.save_freq=%s is not a multiple of %s=%s.",

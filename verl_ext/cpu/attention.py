@@ -74,7 +74,7 @@ def flash_attn_varlen_func(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         segments = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-        each = (_attend(*(x[None] for x in segment), dropout_p, softmax_scale, causal)[0] for segment in segments)
+        each = (_attend(q[None], k[None], v[None], dropout_p, softmax_scale, causal)[0] for q, k, v in segments)
         return torch.cat(list(each))
 
     return _in_full_precision(attend, q, k, v)

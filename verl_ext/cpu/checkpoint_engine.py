@@ -22,7 +22,8 @@ _POLL_S = 0.02
 _TIMEOUT_S = 600.0
 
 
-@CheckpointEngineRegistry.register("shared_file")
+# verl's `register` is no @staticmethod.
+@CheckpointEngineRegistry.register("shared_file")  # pyright: ignore[reportAttributeAccessIssue]
 class SharedFileCheckpointEngine(CheckpointEngine):
     """Rank 0 of the trainer writes a file in shared memory, which every rollout worker reads.
 

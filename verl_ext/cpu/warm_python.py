@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import re
@@ -32,6 +33,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from verl_ext.cpu import is_cpu_only
 from verl_ext.cpu.patches import alias_vllm_distribution
@@ -187,7 +189,8 @@ def serve(executable: str, listener: socket.socket, parent_pid: int) -> None:
 
 def _preload() -> None:
     alias_vllm_distribution()
-    sys.modules["ray"] = None  # an import of it fails, which vLLM takes for "not installed"
+    # None is no module to typeshed, but to an import, which fails; vLLM takes that for "not installed".
+    sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]
     for name in PRELOAD:
         importlib.import_module(name)
     del sys.modules["ray"]
@@ -235,7 +238,7 @@ def _become(request: str, files: list[int]) -> None:
     tempfile.tempdir = None  # the imports have set it, and TMPDIR may differ here
     os.chdir(folder)
     sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.stdout.reconfigure(line_buffering=True)
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     status = 0
     try:
         _run(arguments)
@@ -243,12 +246,12 @@ def _become(request: str, files: list[int]) -> None:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # the interpreter's own last resort
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # the interpreter's own last resort
+        sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     # End as the interpreter does, but without freeing the shared pages, which would copy them first.
     with contextlib.suppress(BaseException):
-        threading._shutdown()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # private: what the interpreter calls
     atexit._run_exitfuncs()
     with contextlib.suppress(Exception):
         sys.stdout.flush()

@@ -71,8 +71,9 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms
     )
 
 
-def weighted(terms: Terms, weights: Tensor) -> Terms:
+def weighted(terms: Terms, weights: Tensor | None) -> Terms:
     """Multiply terms by weights without gradient; a token of weight 0 counts only as dropped, not as clipped."""
+    assert weights is not None, "An objective with weights needs `Tokens.weights`."
     kept = weights.detach()
     dropped = kept == 0
     return Terms(terms.objective * kept, terms.clipped_low & ~dropped, terms.clipped_high & ~dropped, dropped)
