@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
 _verl = importlib.util.find_spec("verl")
-VERL = Path(_verl.submodule_search_locations[0]) if _verl else Path("/verl is not installed")
+VERL = Path((_verl and _verl.submodule_search_locations or ["/verl is not installed"])[0])
 
 
 # Sections; making one with values out of range raises ValueError -----------------------------------------------------

@@ -12,9 +12,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from omegaconf import DictConfig
 
-T = TypeVar("T")
+SectionT = TypeVar("SectionT", bound="DataclassInstance")
+OptionT = TypeVar("OptionT", bound="Option")
 
 
 def key(
@@ -32,6 +34,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True)
 class Option:
     """A section with one more key, `enable`, which does nothing unless that is true."""
 
@@ -61,12 +64,12 @@ def _kinds(schema: type, name: str) -> tuple[type, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def _below(schema: type, name: str) -> type | None:
+def _below(schema: type, name: str) -> "type[DataclassInstance] | None":
     """Return the dataclass of a field that is a section."""
     return next((kind for kind in _kinds(schema, name) if is_dataclass(kind)), None)
 
 
-def known_keys(schema: type, name: str) -> Iterator[str]:
+def known_keys(schema: "type[DataclassInstance]", name: str) -> Iterator[str]:
     """Yield the dotted keys of a section that is called `name`, at all levels."""
     if issubclass(schema, Option):
         yield f"{name}.enable"
@@ -75,7 +78,7 @@ def known_keys(schema: type, name: str) -> Iterator[str]:
         yield from known_keys(below, f"{name}.{each.name}") if below else [f"{name}.{each.name}"]
 
 
-def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
+def problems(section: Any, schema: "type[DataclassInstance]", name: str) -> Iterator[Problem]:
     """Yield what is wrong with a section of a config: keys, names and numbers.
 
     An option that is off may lack keys and have any values; its keys must be right, because a misspelt one may be
@@ -98,7 +101,7 @@ def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
     for each in of.values():
         path, below, needed = f"{name}.{each.name}", _below(schema, each.name), is_on and each.default is MISSING
         if each.name not in section:
-            wrong += [_missing(path)] if needed and not below else problems({}, below, path) if needed else []
+            wrong += [] if not needed else problems({}, below, path) if below else [_missing(path)]
         elif below:
             yield from problems(section[each.name], below, path) if section[each.name] is not None else ()
         elif (of_table := each.metadata.get("table_of")) and isinstance(section[each.name], Mapping):
@@ -125,7 +128,7 @@ def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem
         return []
     if among:
         return [] if value in among else [Problem(path, "name", f"{path} is {value!r}", tuple(sorted(among)))]
-    if any(_is_a(value, kind) for kind in kinds) and (not within or is_in(value, within)):
+    if any(_is_a(value, kind) for kind in kinds) and (not within or is_in(typing.cast(float, value), within)):
         return []
     expected = " or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
     where = f" in {within}: it is {of.metadata['about']}" if within else ""
@@ -152,7 +155,7 @@ def is_in(number: float, interval: str) -> bool:
     return low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
 
 
-def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "retool") -> None:
+def check(section: "DictConfig | Mapping[str, Any]", schema: "type[DataclassInstance]", name: str = "retool") -> None:
     """Raise an error for whatever `problems` finds in a section; called when a run starts.
 
     Raises:
@@ -165,12 +168,16 @@ def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "
         raise ValueError(" ".join(map(str, found)))
 
 
-def read_settings(config: "DictConfig", name: str, settings_class: type[T]) -> T | None:
+@typing.overload
+def read_settings(config: "DictConfig", name: str, settings_class: type[OptionT]) -> OptionT | None: ...
+@typing.overload
+def read_settings(config: "DictConfig", name: str, settings_class: type[SectionT]) -> SectionT: ...
+def read_settings(config: "DictConfig", name: str, settings_class: "type[DataclassInstance]") -> Any:
     """Return the settings `retool.<name>` of a run; None for an option that is off or absent. Raises as `check`."""
     from omegaconf import OmegaConf
 
     found = OmegaConf.select(config, f"retool.{name}")
-    section = {} if found is None else OmegaConf.to_container(found, resolve=True)
+    section = {} if found is None else typing.cast(dict[str, Any], OmegaConf.to_container(found, resolve=True))
     if issubclass(settings_class, Option) and not section.get("enable"):
         return None
     check(section, settings_class, f"retool.{name}")

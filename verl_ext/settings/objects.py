@@ -28,6 +28,7 @@ def _file(path: Path) -> Any:
     name = f"{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, f"{path} does not end in .py"
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
