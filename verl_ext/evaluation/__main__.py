@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.evaluation",
-        description=__doc__.replace("{BASE}", BASE),
+        description=(__doc__ or "").replace("{BASE}", BASE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = add_sampling(parser)

@@ -54,13 +54,13 @@ def find_checkpoint(path: Path) -> Checkpoint:
     step_folder = path.parent if path.name == "actor" else path
     if (step := checkpoints.step_of(step_folder)) is not None:
         noted = checkpoints.tracked_step(step_folder.parent)
-        if missing := _missing(step_folder, step if noted is None else noted):
+        if missing := _missing(step_folder, step, step if noted is None else noted):
             raise CheckpointError(f"{step_folder} is not complete: {missing}. Take another step, or the run's folder.")
         return Checkpoint(step_folder.parent, step, _shards(step_folder))
     path = checkpoints.runs_of(path)[-1]  # the last: RL
     steps, noted = checkpoints.steps(path), checkpoints.tracked_step(path)
     for step in reversed(steps):
-        if not _missing(checkpoints.path_of(path, step), noted or 0):
+        if not _missing(checkpoints.path_of(path, step), step, noted or 0):
             return Checkpoint(path, step, _shards(checkpoints.path_of(path, step)))
     raise CheckpointError(
         f"{path} has no complete checkpoint: steps {steps or 'none'}, noted as saved {noted or 'none'}. Expected "
@@ -161,7 +161,7 @@ def _shards(step_folder: Path) -> Path:
     return actor if actor.is_dir() else step_folder
 
 
-def _missing(step_folder: Path, noted: int) -> str:
+def _missing(step_folder: Path, step: int, noted: int) -> str:
     """Return what a step lacks, "" if it is complete; `noted` is the step that the run has noted as complete."""
     folder = _shards(step_folder)
     found = [tuple(map(int, m.groups())) for file in folder.iterdir() if (m := _SHARD.fullmatch(file.name))]
@@ -177,6 +177,6 @@ def _missing(step_folder: Path, noted: int) -> str:
         return f"{folder} has no huggingface/config.json"
     if (step_folder / checkpoints.MANIFEST).is_file():
         return checkpoints.problem(step_folder, lambda name: _SHARD.fullmatch(Path(name).name) is not None) or ""
-    if checkpoints.step_of(step_folder) > noted:
+    if step > noted:
         return f"the run has noted step {noted} as its last complete one, so saving this one was interrupted"
     return ""

@@ -126,11 +126,11 @@ def share_95(num: np.ndarray, den: np.ndarray, resampled: np.ndarray) -> Estimat
     off_an_end = min((shares > TOLERANCE).sum(), (shares < 1 - TOLERANCE).sum())
     if off_an_end >= FEW_PROBLEMS and np.ptp(shares) > TOLERANCE:
         return interval_95(float(num.sum() / den.sum()), resampled)
-    return exact_share(shares, den[known])
+    return Estimate(*exact_share(shares, den[known]))
 
 
-def exact_share(shares: np.ndarray, weights: np.ndarray) -> Estimate:
-    """Return the weighted mean of problems' shares with the Clopper-Pearson interval; the problem is the unit.
+def exact_share(shares: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+    """Return the weighted mean of problems' shares and its Clopper-Pearson interval's ends; the problem is the unit.
 
     Samples of one problem are not independent, so n is the number of problems and x the sum of their shares: 0 of 64
     problems is [0, 1 - 0.025^(1/64)] = [0, 0.0560], however many samples each has. A share between 0 and 1 counts as
@@ -150,7 +150,7 @@ def exact_share(shares: np.ndarray, weights: np.ndarray) -> Estimate:
     at_0, at_1 = (shares <= TOLERANCE).all(), (shares >= 1 - TOLERANCE).all()
     low = 0.0 if at_0 else float(beta.ppf(0.025, x, n - x + 1))
     high = 1.0 if at_1 else float(beta.ppf(0.975, x + 1, n - x))
-    return Estimate(value, low, high)
+    return value, low, high
 
 
 def difference_95(
@@ -178,10 +178,11 @@ def difference_95(
     moved = after[0][known] / after[1][known] - before[0][known] / before[1][known]
     if (np.abs(moved) > TOLERANCE).sum() >= FEW_PROBLEMS and np.ptp(moved) > TOLERANCE:
         return interval_95(value, resampled)
-    weights = sum(side[1][known] / side[1].sum() for side in (before, after))
-    gain, loss = exact_share(np.maximum(moved, 0.0), weights), exact_share(np.maximum(-moved, 0.0), weights)
+    weights = before[1][known] / before[1].sum() + after[1][known] / after[1].sum()
+    _, least_gain, most_gain = exact_share(np.maximum(moved, 0.0), weights)
+    _, least_loss, most_loss = exact_share(np.maximum(-moved, 0.0), weights)
     # The value is in its interval even if weights differ between the sides.
-    return Estimate(value, min(value, gain.low - loss.high), max(value, gain.high - loss.low))
+    return Estimate(value, min(value, least_gain - most_loss), max(value, most_gain - least_loss))
 
 
 def interval_95(value: float, resampled: np.ndarray) -> Estimate | None:

@@ -174,10 +174,12 @@ def is_ood(data_source: str) -> bool:
     return "_ood" in data_source
 
 
-def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> dict[str, dict[str, dict[int, Estimate]]]:
+def by_k(
+    samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0
+) -> dict[str, dict[str, dict[int, Estimate | None]]]:
     """Return group -> {"pass@k" | "maj@k": k -> estimate}, for n and smaller powers of two; args as for `evaluate`."""
     n, _ = _counts([_by_problem(samples)], None)
-    curves: dict[str, dict[str, dict[int, Estimate]]] = {}
+    curves: dict[str, dict[str, dict[int, Estimate | None]]] = {}
     for k in [*(2**i for i in range(n.bit_length()) if 2**i < n), n]:
         for group, figures in evaluate(samples, k=k, draws=draws, seed=seed).items():
             for name, metric in (("pass@k", "acc/best@k"), ("maj@k", "acc/maj@k")):
@@ -236,7 +238,7 @@ def evaluation_tables(figures: dict[str, Evaluation]) -> list[list[list[str]]]:
             continue
         counts = [each.num_problems, each.num_samples, sum(each.excluded.values())]
         accuracy.append([name, *map(str, counts), *(format_estimate(each.metrics[key]) for key, _ in names)])
-        values = [None if each.metrics[key] is None else each.metrics[key].value for key in list(METRICS)[3:]]
+        values = [found and found.value for found in map(each.metrics.get, list(METRICS)[3:])]
         forms = ["{:.1%}", "{:.1%}", "{:.1%}", "{:.2f}", "{:.1f}", "{:.1%}"]
         behaviour.append([name, *("-" if v is None else form.format(v) for form, v in zip(forms, values, strict=True))])
     return [accuracy, behaviour]
@@ -347,9 +349,9 @@ def _with_intervals(resampled: np.ndarray, *sides: tuple[np.ndarray, np.ndarray]
     values = second[0] - first if second else first
     figures = {}
     for i, name in enumerate(METRICS):
-        terms = [(num[:, i], den[:, i]) for num, den in sides]
+        one, *two = ((num[:, i], den[:, i]) for num, den in sides)
         if name in UNBOUNDED:
             figures[name] = interval_95(values[i], resampled[:, i])
         else:
-            figures[name] = difference_95(*terms, resampled[:, i]) if second else share_95(*terms[0], resampled[:, i])
+            figures[name] = difference_95(one, two[0], resampled[:, i]) if two else share_95(*one, resampled[:, i])
     return figures

@@ -85,7 +85,8 @@ def _from_file(source: str) -> list[dict[str, Any]]:
             truth = field(row, "reward_model.ground_truth", where, object)
             messages = field(row, "prompt", where, list)
             for i in range(max(1, len(messages))):
-                field(row, f"prompt.{i}.role", where), field(row, f"prompt.{i}.content", where)
+                for name in ("role", "content"):
+                    field(row, f"prompt.{i}.{name}", where)
             if truth is None:
                 raise DataError(f"{where}, column reward_model.ground_truth: it is empty.")
             info = row.get("extra_info")

@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.datasets.rows import DataError, progress_bar
@@ -90,11 +90,10 @@ class Sampler:
             "actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}},
             "retool": {"recorder": {"enable": True}},
         }
-        config = OmegaConf.merge(config, own)
+        config = cast(DictConfig, OmegaConf.merge(config, own))
         self._default_loop = rollout.agent.default_agent_loop
-        self._protocols = {
-            each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
-        }
+        loops = cast(ListConfig, OmegaConf.load(REPO / rollout.agent.agent_loop_config_path))
+        self._protocols = {each.name: each.get("protocol") for each in loops}
         self._sandbox = config.retool.sandbox
         tools = load_tools(rollout.multi_turn, REPO)
         self._make_loop = functools.partial(make_loop, config, server, tokenizer, tools, hf_model_type=hf_model_type)
@@ -118,7 +117,9 @@ class Sampler:
             loop = self._loop(row)
             way = loop.ways.of(row)
             schemas = way.protocol.schemas(selected(way.environments.schemas, row))
-            ids = await loop.ct_build_initial_tokens(way.protocol.prompt(row["raw_prompt"]), tools=schemas)
+            prompt = way.protocol.prompt(row["raw_prompt"])
+            # None is the default of `tools` in verl, whose annotation leaves it out
+            ids = await loop.ct_build_initial_tokens(prompt, tools=schemas)  # pyright: ignore[reportArgumentType]
             if len(ids) > self._max_prompt_length:
                 raise DataError(
                     f"The prompt of {row['uid']} has {len(ids)} tokens, but data.max_prompt_length is "

@@ -68,7 +68,7 @@ def sample_settings(
         chat_template: the tokenizer's.
         seeded: each sample has a separate seed, derived from `seed`.
     """
-    rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
+    rollout, retool = config.actor_rollout_ref.rollout, _plain(config, "retool")
     retool = {name: value for name, value in retool.items() if name not in _OF_TRAINING}
     for domain in (retool.get("domains") or {}).values():
         for name in _OF_TRAINED_DOMAIN:

@@ -13,7 +13,7 @@ from typing import Any
 from verl_ext.episode import EpisodeKey
 from verl_ext.records import store
 from verl_ext.runs import durable
-from verl_ext.runs.folder import FOLDER, SETTINGS, file_of, files_of, path_of
+from verl_ext.runs.folder import FOLDER, SETTINGS, files_of, path_of
 
 # Samples that wait before they are put into the file, which is then written anew: at least, and as a share of all.
 WAITING, WAITING_SHARE = 64, 0.125
@@ -39,8 +39,9 @@ class Store:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any], step: int = 0):
-        self.path = next((file.path for file in files_of(folder)), path_of(folder, "trajectories", step, validate=True))
-        self._step, self._waiting = file_of(self.path).step, folder / FOLDER / "waiting"
+        kept = next(iter(files_of(folder)), None)
+        self._step, self._waiting = kept.step if kept else step, folder / FOLDER / "waiting"
+        self.path = kept.path if kept else path_of(folder, "trajectories", step, validate=True)
         path = folder / SETTINGS
         if (folder / FOLDER).is_dir():
             if not path.exists():

@@ -45,8 +45,8 @@ def take_samples(args: argparse.Namespace, meter: Meter | None = None) -> Path:
     if args.model and not (args.model / "config.json").is_file():
         raise ConfigError(_no_model(args.model))
     config, chosen = chosen_settings(args, checkpoint)
-    protocols = {name: domain.protocol for name, domain in read_domains(config).items()}
     protocol = config.retool.protocol
+    protocols = {name: domain.protocol or protocol for name, domain in read_domains(config).items()}
     rows = read_sets(args.data, protocol=protocol, of_domains=protocols, limit=args.limit)  # before a merge's minutes
     if protocols and (others := {row["data_source"] for row in rows} - protocols.keys()):
         named = ", ".join(sorted(others))
