@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 27,400.
+"""Print the words of each page against its budget; fail if one exceeds it by a tenth, or all of them exceed 28,200.
 
 Words are counted as `wc -w` does, tables and code included. Not counted are docs/reference/settings.md, which is
 generated, and docs/upstream/, which is written for verl's tracker.
@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 27_400
+TOTAL = 28_200
 BUDGETS = {
     "README.md": 650,
-    "CONTRIBUTING.md": 550,
+    "CONTRIBUTING.md": 620,
     "CHANGELOG.md": 430,
+    "CODE_OF_CONDUCT.md": 70,
+    "SECURITY.md": 550,
     "recipe/README.md": 60,
     "docs/index.md": 250,
     "docs/start/quickstart.md": 600,
