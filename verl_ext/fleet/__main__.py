@@ -22,7 +22,7 @@ COLUMNS = ("server", "address", "state", "requests", "weights of step")
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format `Members.rows`; unknown values are dashes, and the requests of each rank follow a server's total."""
-    lines = [COLUMNS]
+    lines: list[tuple[str, ...]] = [COLUMNS]
     for row in rows:
         ranks = f" = {' + '.join(map(str, row['ranks']))}" if len(row["ranks"]) > 1 else ""
         requests = None if row["requests"] is None else f"{row['requests']}{ranks}"

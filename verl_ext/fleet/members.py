@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
@@ -140,7 +141,8 @@ class Members:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each server's number, address, state, requests (in total and per rank), and its weights' step."""
-        status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_ONCE_S)
+        answer = self._servers.global_load_balancer.get_status.remote()
+        status = cast(dict[str, Any], ray.get(answer, timeout=ROUTER_ONCE_S))
         slots = status.get("slots", status["servers"]) if self._router_knows_load else {}
         rows, coming = [], dict(self._coming)
         waiting = [each for each in self._newcomers or () if each.replica_rank not in coming]
@@ -269,6 +271,7 @@ class Members:
 def _version(replica: "RolloutReplica") -> int | None:
     """Return the step whose weights a server has, or None if it does not answer in time."""
     try:
-        return ray.get(replica.server_handle.__ray_call__.remote(lambda server: server.global_steps), timeout=VERSION_S)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        answer = replica.server_handle.__ray_call__.remote(lambda server: server.global_steps)
+        return cast(int | None, ray.get(answer, timeout=VERSION_S))
+    except (RayError, GetTimeoutError):
         return None

@@ -88,7 +88,7 @@ class Fleet:
         self._burials: set[asyncio.Task] = set()
         self._arrival: asyncio.Future | None = None  # of newcomers, in progress
         self._actor_is_idle = self._is_exact = False
-        self._closing = threading.Event()
+        self._closing, self._pulse = threading.Event(), Pulse()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()), daemon=True, name="fleet")
         self._follow()
 
@@ -112,7 +112,7 @@ class Fleet:
 
     def watch(self) -> None:
         """Start the watch in a separate thread."""
-        self._weights.pulse = Pulse()
+        self._weights.pulse = self._pulse
         self._thread.start()
 
     @property
@@ -157,7 +157,7 @@ class Fleet:
             while not self._closing.is_set():
                 began = self._clock()
                 await self.round()
-                self._weights.pulse.rounds += 1
+                self._pulse.rounds += 1
                 await asyncio.sleep(max(0.0, self._limits.every_s - (self._clock() - began)))
         except Exception as error:  # any: the trainer raises it, even while it waits
             logger.exception("watching the rollout servers failed")
@@ -169,15 +169,17 @@ class Fleet:
     async def round(self) -> None:
         """Ask each server for a heartbeat, judge it, and update the router."""
         self._follow()
+        beats = []
         for server in self._servers:
             server.has_answered = False
             if server.beat is None:
                 server.was_missed = server.is_missed
                 server.beat = asyncio.ensure_future(_beat(server.replica))
                 server.beat.add_done_callback(read)  # nobody reads the beat of a server that has left meanwhile
-        if self._servers:
-            await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
-        odd = [error for server in self._servers if (error := _odd_error(server.beat))]
+            beats.append(server.beat)
+        if beats:
+            await asyncio.wait(beats, timeout=self._limits.every_s)
+        odd = [error for beat in beats if (error := _odd_error(beat))]
         if len(odd) == len(self._servers) and are_alike(odd):
             raise odd[0]
         for server in list(self._servers):

@@ -109,7 +109,9 @@ class FleetServer(WatchedServer):
         if self.node_rank == 0:
             await self._read_all_outputs()
             states = self.engine.output_processor.request_states.values()
-            written = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+            written = {
+                each.external_req_id: each.detokenizer.num_output_tokens() for each in states if each.detokenizer
+            }
             if again := self.boundaries.cross(written, self.global_steps):
                 self._beginning_again.update(again)
                 await self.engine.abort(again)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 from ray.exceptions import ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
@@ -29,10 +29,20 @@ UNWATCHED_S = 120.0  # without a round of the watch, which takes a second or two
 POLL_S = 0.1  # how soon a weight update skips a replica that was declared dead
 
 
-def worker_group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
+class Workers(Protocol):
+    """A RayWorkerGroup, with the methods that verl gives it when it is made; each returns an answer per worker."""
+
+    world_size: int
+
+    def update_weights(self, *, global_steps: int | None, mode: str | None = ...) -> list[Any]: ...
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]: ...
+
+
+def worker_group(replicas: Sequence[RolloutReplica]) -> Workers:
     """Return the workers of some replicas as one group, whose answers come in the replicas' order."""
     workers = [worker for replica in replicas for worker in replica.workers]
-    return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+    group = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+    return cast(Workers, group)
 
 
 class FleetCheckpointManager(CheckpointEngineManager):
@@ -62,7 +72,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         config: Any,
         actor_wg: RayWorkerGroup,
         replicas: Sequence[RolloutReplica],
-        group: Callable[[Sequence[RolloutReplica]], RayWorkerGroup] = worker_group,
+        group: Callable[[Sequence[RolloutReplica]], Workers] = worker_group,
     ):
         super().__init__(config=config, actor_wg=actor_wg, replicas=list(replicas))
         self._group = group
@@ -132,7 +142,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         if not living:
             logger.warning("no server is left that could get the weights of version %s.", version)
             return [], {}
-        actor = self.actor_wg
+        actor = cast(Workers, self.actor_wg)
         sent = _begun(actor.update_weights(global_steps=version, mode=self.backend))
         living = await self._on_workers(living, lambda group: group.update_weights(global_steps=version), sent)
         metrics: dict[str, Any] = {}
@@ -148,9 +158,9 @@ class FleetCheckpointManager(CheckpointEngineManager):
 
     async def _in_one_group(self, replicas: list[RolloutReplica]) -> list[RolloutReplica]:
         """Replace verl's `build_process_group` (:422), which a dead worker ends and a hanging one blocks forever."""
-        actor, prepared = self.actor_wg, {}
+        actor, prepared = cast(Workers, self.actor_wg), {}
 
-        def all_ranks(group: RayWorkerGroup, method: str, **arguments: list[Any]) -> list[Any]:
+        def all_ranks(group: Workers, method: str, **arguments: list[Any]) -> list[Any]:
             return group.execute_checkpoint_engine(**arguments | {"method": [method] * group.world_size})
 
         async def prepare(replica: RolloutReplica) -> None:
@@ -172,7 +182,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
     async def _on_workers(
         self,
         replicas: list[RolloutReplica],
-        call: Callable[[RayWorkerGroup], list[Any]],
+        call: Callable[[Workers], list[Any]],
         of_actor: Sequence[asyncio.Future] = (),
     ) -> list[RolloutReplica]:
         """Call all workers of the replicas as one group; return the replicas whose workers all answered."""
@@ -247,7 +257,7 @@ def read(call: asyncio.Future) -> None:
 
 
 def _begun(calls: Iterable[Awaitable[Any]]) -> list[asyncio.Future]:
-    begun = [asyncio.ensure_future(each) for each in calls]
+    begun: list[asyncio.Future] = [asyncio.ensure_future(each) for each in calls]
     for each in begun:
         each.add_done_callback(read)
     return begun

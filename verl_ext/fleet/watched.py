@@ -8,17 +8,18 @@ import argparse
 import asyncio
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.utils import CoreEngineProcManager
 
 from verl_ext.fleet.client import FAILED
 
@@ -42,7 +43,7 @@ class WatchedServer(vLLMHttpServer):
 
         async def generate_or_part(
             prompt: Any, sampling_params: Any, request_id: str, **rest: Any
-        ) -> AsyncIterator[Any]:
+        ) -> AsyncGenerator[Any, None]:
             try:
                 async for output in generate(
                     prompt=prompt, sampling_params=sampling_params, request_id=request_id, **rest
@@ -54,7 +55,8 @@ class WatchedServer(vLLMHttpServer):
                 yield self._part(request_id)
 
         self.engine.generate = generate_or_part
-        pids = [process.pid for process in self.engine.engine_core.resources.engine_manager.processes]
+        manager = cast(CoreEngineProcManager, self.engine.engine_core.resources.engine_manager)
+        pids = [process.pid for process in manager.processes if process.pid is not None]
         self._engines = [psutil.Process(pid) for pid in pids]  # psutil spares a later process of the same pid
         self.reaper = start_reaper(pids)
 
