@@ -5,9 +5,9 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|nightly] [pytest arguments]
-           what CI runs for a change: ruff, import-linter and the site, all tests that are not `nightly` (18 minutes)
+           what CI runs for a change: linters and the site, all tests that are not `nightly` (18 minutes)
   unit     of that, all but the launches of real commands, which are marked `slow` (five minutes)
-  nightly  every test, also those marked `nightly` (an hour and a half)
+  nightly  every test, also those marked `nightly` (an hour and a half), and the coverage of the unit tests: outputs/coverage.txt
 Example: bash scripts/test.sh unit -k lock -x
 EOF
 }
@@ -87,17 +87,20 @@ trap 'exit 143' TERM
 # Tests that look at what a run leaves in /dev/shm, where other runs also have files, whose threads spin, or that
 # compare latencies.
 ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py tests/e2e/test_sandbox_faults.py)
+COVERAGE=()
 case $PART in # `unit`: pyproject.toml
     unit) MARKS=() ;;
     change) MARKS=(-m "not nightly") ;;
-    nightly) MARKS=(-m "") ;;
+    nightly) MARKS=(-m "") COVERAGE=(--cov=verl_ext --cov-report=) ;;
 esac
+export COVERAGE_FILE=$TMPDIR/coverage
 run_pytest() { "$PYTHON" -m pytest "${MARKS[@]}" --durations=30 --durations-min=2 "$@"; }
 
-say "ruff and import-linter"
+say "ruff, import-linter and shellcheck"
 .venv/bin/ruff check --output-format=concise .
 .venv/bin/ruff format --check .
 .venv/bin/lint-imports --no-logo --no-cache
+git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 .venv/bin/shellcheck
 if [ -x .venv/bin/sphinx-build ]; then
     say "the site, with warnings as errors: outputs/site"
     .venv/bin/sphinx-build -q -W -b html -d "$TMPDIR/doctrees" docs outputs/site
@@ -108,7 +111,12 @@ if [ $# -gt 0 ]; then # the caller chooses
     run_pytest "$@"
 else
     say "unit tests"
-    run_pytest tests/unit
+    run_pytest "${COVERAGE[@]}" tests/unit
+    if [ ${#COVERAGE[@]} != 0 ]; then
+        mkdir -p outputs
+        "$PYTHON" -m coverage report >outputs/coverage.txt
+        say "coverage of verl_ext by the unit tests, without processes that they start: $(tail -n 1 outputs/coverage.txt)"
+    fi
     if [ "$PART" != unit ]; then
         say "end-to-end tests, two at a time because a run often waits"
         run_pytest -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e

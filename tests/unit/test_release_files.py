@@ -75,3 +75,10 @@ def test_the_form_of_a_wrong_verdict_asks_for_a_program_that_works(capsys: pytes
     program = re.search(r"`(from .*?)`", fields["got"]["description"])[1]
     exec(program, {"ANSWER": fields["answer"]["placeholder"], "GROUND_TRUTH": fields["gold"]["placeholder"]})
     assert "verdict='correct'" in capsys.readouterr().out
+
+
+def test_the_hooks_of_pre_commit_are_linters_of_the_tests():
+    hooks = [hook for repo in loaded(REPO / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    script = (REPO / "scripts/test.sh").read_text(encoding="utf-8")
+    assert len(hooks) == 4 and all(hook["entry"].split()[0].startswith(".venv/bin/") for hook in hooks)
+    assert [hook["entry"] for hook in hooks if hook["entry"].split(" --")[0] not in script] == []
