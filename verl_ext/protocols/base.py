@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jinja2 import TemplateError
 
@@ -53,6 +53,7 @@ _USER, _MODEL, _REPLY = "(text of the user)", "(text of the model)", "(text of r
 ERROR_TOKENS = 128  # an error may have so many, however few an output may have: it says what was wrong and what to do
 _CHARS_PER_TOKEN = 16  # that are tokenised per token that is kept of a long text; with longer tokens, fewer are kept
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9_+-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+_INK = re.compile(r"\S")
 
 
 class MalformedCall(ValueError):
@@ -81,8 +82,9 @@ class ToolProtocol(Protocol):
     stop: str | None  # the engine stops a turn after this text; None: at end tokens only
     call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a separate turn
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+    def prompt(self, messages: Sequence[dict]) -> list[dict]:
         """Return the messages of a prompt as the model should read them."""
+        ...
 
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
         """Return what the chat template gets as `tools`."""
@@ -105,6 +107,7 @@ class ToolProtocol(Protocol):
             ended: its last token is an end token.
             thinking: as in `call_end`.
         """
+        ...
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
         """Return all text between a turn with calls and the model's next turn, for `SegmentEncoder`.
@@ -114,13 +117,28 @@ class ToolProtocol(Protocol):
         Returns:
             The outputs at odd places, and the text that frames them at even ones.
         """
+        ...
 
     def user_reply(self, texts: Sequence[str]) -> list[str]:
         """Return all text between a turn without a call, after its end token, and the model's next turn, if users say
         `texts` there; in the form of `reply`."""
+        ...
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
         """Return the text that a model would write to say `content` and to make `calls`, without the end token."""
+        ...
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the token that ends a turn; raise ValueError if there is none."""
+    if isinstance(token := tokenizer.eos_token, str):
+        return token
+    raise ValueError("The tokenizer has no end token (`eos_token`), so no turn can end. Use a chat model's tokenizer.")
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens. Only for lists of lists does transformers return a list of texts."""
+    return cast(str, tokenizer.decode(cast("list[int]", ids), skip_special_tokens=skip_special_tokens))
 
 
 def with_fixed_day(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -145,8 +163,9 @@ def render(
     Raises:
         ValueError: the template refuses the conversation, as some do without a user's turn or with two in a row.
     """
+    apply: Callable[..., Any] = tokenizer.apply_chat_template  # which is annotated for messages of plain text only
     try:
-        return tokenizer.apply_chat_template(
+        return apply(
             list(messages),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -185,10 +204,13 @@ class ChatReply:
     Taken from the template's own rendering, so that a rollout reads what the template would give.
 
     Raises:
-        ValueError: the template does not close the assistant's turn with the tokenizer's end token.
+        ValueError: the template does not close the assistant's turn with the tokenizer's end token, or there is no
+            tokenizer: a protocol that only parses needs none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, role: str, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, role: str, template_kwargs: Mapping[str, Any] | None = None
+    ):
         self._tokenizer, self._role, self._kwargs = tokenizer, role, dict(template_kwargs or {})
         self._frames: dict[int, list[str]] = {}  # number of replies -> text before, between and after them
 
@@ -200,20 +222,22 @@ class ChatReply:
         return [before, *chain.from_iterable(zip(texts, after, strict=True))]
 
     def _frame(self, count: int) -> list[str]:
+        if (tokenizer := self._tokenizer) is None:
+            raise ValueError("This protocol was made without a tokenizer, so it can only parse and write turns.")
         calls = [
             {"id": f"call{i}", "type": "function", "function": {"name": "tool", "arguments": {}}} for i in range(count)
         ]
-        assistant = {"role": "assistant", "content": _MODEL}
+        assistant: dict[str, Any] = {"role": "assistant", "content": _MODEL}
         if self._role == "tool":
             assistant["tool_calls"] = calls
         replies = [{"role": self._role, "content": _REPLY.format(i), "tool_call_id": f"call{i}"} for i in range(count)]
-        text = render(self._tokenizer, [{"role": "user", "content": "?"}, assistant, *replies], self._kwargs)
+        text = render(tokenizer, [{"role": "user", "content": "?"}, assistant, *replies], self._kwargs)
         _, _, after = text.partition(_MODEL)
-        _, end, after = after.partition(self._tokenizer.eos_token)
+        _, end, after = after.partition(end_token(tokenizer))
         if not end:
             raise ValueError(
                 f"The chat template does not end the assistant's turn with the tokenizer's end token "
-                f"{self._tokenizer.eos_token!r}: {text!r}. Use a chat model's tokenizer."
+                f"{tokenizer.eos_token!r}: {text!r}. Use a chat model's tokenizer."
             )
         frames = []
         for i in range(count):
@@ -305,6 +329,12 @@ def format_output(stdout: str, stderr: str, *, traceback: str = "full") -> str:
     return "\n".join(part for part in (stdout.strip(), error) if part) or "(no output)"
 
 
+def after_blanks(text: str, start: int) -> int:
+    """Return where the white space at a place of a text ends."""
+    found = _INK.search(text, start)
+    return found.start() if found else len(text)
+
+
 def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, encode: Callable[[str], list[int]]) -> str:
     """Return `text` with at most `limit` tokens: its head, a note of how many characters are missing, its tail.
 
@@ -320,8 +350,8 @@ def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, encode
         return text
     tail_ids = ids if len(text) <= bound else encode(text[-bound - 1 :])
     # Cut at whole characters: a token may end within one.
-    head = os.path.commonprefix([text, tokenizer.decode(ids[: limit - limit // 2])])
-    tail_text = tokenizer.decode(tail_ids[len(tail_ids) - limit // 2 :])
+    head = os.path.commonprefix([text, decoded(tokenizer, ids[: limit - limit // 2])])
+    tail_text = decoded(tokenizer, tail_ids[len(tail_ids) - limit // 2 :])
     tail = os.path.commonprefix([text[: -len(tail_text) - 1 : -1], tail_text[::-1]])[::-1]
     cut = f"{head}\n[... {len(text) - len(head) - len(tail)} characters cut ...]\n{tail}"
     return cut if len(cut) < len(text) else text

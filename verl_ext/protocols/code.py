@@ -24,14 +24,14 @@ class CodeProtocol:
     """One call per turn, which ends at `</code>`; see `ToolProtocol`."""
 
     name = "code"
-    stop = CODE_STOP
+    stop: str | None = CODE_STOP
     call_ends_turn = False
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, template_kwargs: Mapping[str, Any] | None = None):
         self._user_turn = ChatReply(tokenizer, "user", template_kwargs)
         self.user_reply = self._user_turn.render
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+    def prompt(self, messages: Sequence[dict]) -> list[dict]:
         return [*messages]
 
     def schemas(self, tools: Mapping[str, dict]) -> None:
@@ -62,7 +62,7 @@ class CodeProtocol:
             return [MalformedCall("unknown_tool", "there is no interpreter here; answer without code")]
         return [Call(CODE_TOOL, {"code": code}, start)]
 
-    def _without_call(self, spoken: str) -> list[MalformedCall]:
+    def _without_call(self, spoken: str) -> list[Call | MalformedCall]:
         opened = list(_ATTEMPT.finditer(spoken))
         if "\\boxed{" in spoken[opened[-1].start() if opened else 0 :]:
             return []

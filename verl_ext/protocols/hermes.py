@@ -40,12 +40,12 @@ class HermesProtocol:
     """
 
     name = "hermes"
-    stop = None
+    stop: str | None = None
     call_ends_turn = True
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         max_parallel_calls: int = 1,
@@ -56,7 +56,7 @@ class HermesProtocol:
         self._max_parallel_calls = max_parallel_calls
         self._repair_json = repair_json
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+    def prompt(self, messages: Sequence[dict]) -> list[dict]:
         return [*messages]
 
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
@@ -71,7 +71,7 @@ class HermesProtocol:
         if not ended:
             return []
         found: list[Call | MalformedCall] = []
-        mentions: list[MalformedCall] = []  # tags without JSON: prose about a call, if there is another call
+        mentions: list[Call | MalformedCall] = []  # tags without JSON: prose about a call, if there is another call
         limit, position, last_box = self._max_parallel_calls, 0, text.rfind("\\boxed{")
         if thinking:
             position = end_of_thinking(text)

@@ -71,9 +71,9 @@ def bare_problem(prompt: str) -> str:
     for _ in range(_MOST_WRAPPERS):
         for before, behind in _WRAPPED:
             opening = before.match(text)
-            closing = opening and behind.search(text, opening.end())
-            body = text[opening.end() : closing.start()].strip() if closing else ""
-            if body and body != text:
+            if not opening or not (closing := behind.search(text, opening.end())):
+                continue
+            if (body := text[opening.end() : closing.start()].strip()) and body != text:
                 text = body
                 break
         else:

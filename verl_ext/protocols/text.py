@@ -16,13 +16,13 @@ class TextProtocol:
     """See `ToolProtocol`. Whatever the model writes is text; a user may reply to it."""
 
     name = "text"
-    stop = None
+    stop: str | None = None
     call_ends_turn = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None):
         self.user_reply = ChatReply(tokenizer, "user", template_kwargs).render
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+    def prompt(self, messages: Sequence[dict]) -> list[dict]:
         """Return the messages with the instructions for a tool replaced in the last one of the user."""
         changed = [dict(message) for message in messages]
         of_user = [each for each in changed if each.get("role") == "user" and isinstance(each.get("content"), str)]

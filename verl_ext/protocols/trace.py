@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.protocols.base import (
@@ -20,6 +19,8 @@ from verl_ext.protocols.base import (
     Call,
     MalformedCall,
     ToolProtocol,
+    after_blanks,
+    end_token,
     format_output,
     render,
     strip_fence,
@@ -40,7 +41,6 @@ ENDING_TOOL = "submit"  # ends an episode (CallResult.ends), so that no answer t
 # ReTool-SFT was made by a format string that nobody formatted: its prompts ask for \boxed{{...}}.
 _DOUBLED = re.compile(r"\\boxed\{\{([^{}]*)\}\}")
 _OUTPUT_START, _OUTPUT_STOP = re.compile(r"</code>(\s*<interpreter>)"), "</interpreter>"
-_BLANKS = re.compile(r"\s*")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # keys in which servers put the thinking of a message
 
 
@@ -92,7 +92,8 @@ def split_trace(
     thinking = render is not None and opens_thinking(before := render(prompt, shown))
     segments: list[Segment] = []
     for turn in turns:
-        text = turn.text if turn.protocol == protocol.name else protocol.write(turn.content, turn.calls)
+        as_written = turn.text if turn.protocol == protocol.name else None
+        text = as_written if as_written is not None else protocol.write(turn.content, turn.calls)
         if thinking:
             text = _within_thinking(text, before)
         ended = turn is last or bool(turn.users) or protocol.call_ends_turn
@@ -150,7 +151,7 @@ def rendered_trace(
         texts.append(render(tokenizer, prompt, template_kwargs, tools=schemas))
         return texts[0]
 
-    _, _, response = split_trace(messages, tools, protocol, tokenizer.eos_token, render=shown)
+    _, _, response = split_trace(messages, tools, protocol, end_token(tokenizer), render=shown)
     return [Segment(texts, False), *response]
 
 
@@ -197,13 +198,13 @@ def split_outputs(text: str) -> tuple[list[tuple[str, str]], str]:
 
     An output may have its own closing tag in it: it ends at the last one before the next output begins.
     """
-    parts, position = [], 0
-    for start, following in pairwise([*_OUTPUT_START.finditer(text), None]):
+    parts, position, starts = [], 0, [*_OUTPUT_START.finditer(text)]
+    for start, following in zip(starts, [*starts[1:], None], strict=False):
         stop = text.rfind(_OUTPUT_STOP, start.end(), following.start() if following else len(text))
         if stop < 0:
             raise ValueError(f"an output is not closed by {_OUTPUT_STOP}: {text[start.start() :][:100]!r}")
         parts.append((text[position : start.start(1)], text[start.end() : stop]))
-        position = _BLANKS.match(text, stop + len(_OUTPUT_STOP)).end()
+        position = after_blanks(text, stop + len(_OUTPUT_STOP))
     return parts, text[position:]
 
 
@@ -238,7 +239,7 @@ def _check_calls(text: str, calls: list[Call], schemas: dict, protocol: ToolProt
     parsed = protocol.parse(text, schemas, ended=protocol.call_ends_turn, thinking=thinking)
     if refused := [call for call in parsed if isinstance(call, MalformedCall)]:
         raise ValueError(f"the agent loop would reject the call {text[-200:]!r}: {'; '.join(map(str, refused))}")
-    if [_essence(call) for call in parsed] != [_essence(call) for call in calls]:
+    if [_essence(call) for call in parsed if isinstance(call, Call)] != [_essence(call) for call in calls]:
         raise ValueError(f"the agent loop would read other calls than the trace has: {text[-200:]!r}")
 
 
@@ -299,9 +300,10 @@ def _with_calls(content: str, outputs: list[str], schemas: dict) -> TraceTurn:
     if CALL_START not in content or content.rstrip().endswith(CODE_STOP):
         return _with_call(content, outputs)
     hermes = HermesProtocol(None, max_parallel_calls=ANY_NUMBER)
-    calls = hermes.parse(content, schemas, ended=True)
-    if not calls or (refused := [call for call in calls if isinstance(call, MalformedCall)]):
-        why = "; ".join(map(str, refused)) if calls else "it has none"
+    parsed = hermes.parse(content, schemas, ended=True)
+    calls = [call for call in parsed if isinstance(call, Call)]
+    if not calls or len(calls) < len(parsed):
+        why = "; ".join(str(each) for each in parsed if isinstance(each, MalformedCall)) or "it has none"
         raise ValueError(f"a tool answers a message without a call that could be run: {why}: {content[-200:]!r}")
     return TraceTurn(content[: calls[0].start].rstrip(), calls, outputs, content, hermes.name)
 

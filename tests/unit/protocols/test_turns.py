@@ -1,5 +1,6 @@
 """What a model's turn becomes in the <code> protocol, how the tool replies, and how a long output is cut."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -104,8 +105,6 @@ def test_a_template_is_shown_calls_in_openais_form_that_the_replies_name(tokeniz
 
 
 def test_a_template_without_the_end_token_or_the_role_is_refused(tokenizer):
-    import copy
-
     broken = copy.deepcopy(tokenizer)
     broken.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match="does not end the assistant's turn with the tokenizer's end token"):
@@ -114,6 +113,16 @@ def test_a_template_without_the_end_token_or_the_role_is_refused(tokenizer):
     broken.chat_template = model_only.replace("END", tokenizer.eos_token)
     with pytest.raises(ValueError, match="drops messages with the role 'user'"):
         ChatReply(broken, "user").render(["x"])
+
+
+def test_without_a_tokenizer_or_its_end_token_a_protocol_parses_but_cannot_reply(tokenizer):
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    for given, why in ((None, "made without a tokenizer"), (endless, "has no end token")):
+        protocol = CodeProtocol(given)
+        assert len(protocol.parse("<code>print(1)</code>", TOOLS, ended=False)) == 1
+        with pytest.raises(ValueError, match=why):
+            protocol.user_reply(["x"])
 
 
 def test_one_fence_goes_and_other_text_stays():
