@@ -20,7 +20,7 @@ def main() -> int:
         prog="python -m verl_ext.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("audit", help="try a chat template", description=__doc__.partition("\n")[0])
+    one = commands.add_parser("audit", help="try a chat template", description=(__doc__ or "").partition("\n")[0])
     one.add_argument("model", metavar="MODEL_FOLDER", help="a folder with a tokenizer, or a name of the hub")
     one.add_argument(
         "--template", type=Path, metavar="FILE.jinja", help="try this chat template instead of the model's"

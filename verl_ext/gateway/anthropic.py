@@ -4,7 +4,7 @@ A request becomes what chat.py would read. Blocks other than text, tool_use and 
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -41,18 +41,19 @@ class _Tool(msgspec.Struct):
     description: str = ""
 
 
-_FIELDS = [
-    ("messages", list[_Message]),
-    ("model", str | None, None),
-    ("max_tokens", int | None, None),
-    ("system", str | list[_Text], ""),
-    ("tools", list[_Tool] | None, None),
-    ("tool_choice", dict[str, Any], {}),
-    ("stop_sequences", list[str] | None, None),
-    ("stream", bool | None, None),
-    *((name, Any, None) for name in SAMPLING),
-]
-_decoder = msgspec.json.Decoder(msgspec.defstruct("Body", _FIELDS))
+class _Body(msgspec.Struct):
+    messages: list[_Message]
+    model: str | None = None
+    max_tokens: int | None = None
+    system: str | list[_Text] = ""
+    tools: list[_Tool] | None = None
+    tool_choice: dict[str, Any] = {}
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
+_whole = msgspec.defstruct("Body", [(name, Any, None) for name in SAMPLING], bases=(_Body,))
+_decoder = msgspec.json.Decoder(cast(type[_Body], _whole))
 
 
 def read(body: bytes) -> Asked:

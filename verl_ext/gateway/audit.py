@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from verl_ext.gateway.messages import Message, Refused, normal
 from verl_ext.gateway.session import Node, Place, Sampled, Session
 from verl_ext.gateway.template import Template
-from verl_ext.protocols.base import TEMPLATE_DAY, Call
+from verl_ext.protocols.base import TEMPLATE_DAY, Call, end_token
 from verl_ext.protocols.thinking import opens_thinking
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ def audit(
         tools: agents send tools.
     """
     try:
+        end_token(tokenizer)
         template = Template(tokenizer, template_kwargs)
     except ValueError as error:
         return [Finding("the template makes prompts", "fail", told=str(error))]
@@ -185,7 +186,7 @@ def _written(template: Template, messages: Sequence[Message], tools: Any, answer
         if opens_thinking(before):
             text = text.removeprefix("<think>\n") if answer.thought else f"\n</think>\n\n{text}"
         return template.parser.write(text, calls)
-    return shown[len(before) :].partition(template.tokenizer.eos_token)[0].replace(_CONTENT, answer.text)
+    return shown[len(before) :].partition(end_token(template.tokenizer))[0].replace(_CONTENT, answer.text)
 
 
 def _answered(session: Session, place: Place, text: str, kind: Kind) -> Node:
@@ -193,7 +194,7 @@ def _answered(session: Session, place: Place, text: str, kind: Kind) -> Node:
     for stop in kind.stop:
         text = text[: text.find(stop) + len(stop)]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    ids += [tokenizer.eos_token_id] * (kind.ended and not kind.stop)
+    ids += [cast(int, tokenizer.eos_token_id)] * (kind.ended and not kind.stop)
     node = session.add(place, Sampled(ids), max_tokens=_MAX_CONTEXT, stop=kind.stop)
     node.delivered = True
     return node
@@ -211,7 +212,7 @@ def _sent_back(message: Message, kind: Kind) -> dict[str, Any]:
 
 def _difference(template: Template, node: Node, shown: Sequence[int]) -> str:
     """Say where the tokens of a prompt that was rendered anew first differ from those that the model read and wrote."""
-    stored, decode = node.all_ids(), template.tokenizer.decode
+    stored, decode = node.all_ids(), template.decode
     at = next(
         (i for i, pair in enumerate(zip(stored, shown, strict=False)) if pair[0] != pair[1]),
         min(len(stored), len(shown)),
@@ -260,7 +261,7 @@ def _continued(template: Template) -> Finding:
 def _forged(template: Template) -> Finding:
     """Put the texts of all special tokens into every text of a conversation."""
     name, special = "special tokens in texts stay text", template.special_ids
-    texts = "".join(template.tokenizer.decode([i]) for i in sorted(special))
+    texts = "".join(template.decode([i]) for i in sorted(special))
     results = []
     for text in ("x", f"x{texts}x"):
         tool = json.loads(json.dumps(_TOOL).replace("a parcel", json.dumps(text)[1:-1]))

@@ -1,6 +1,7 @@
 """OpenAI's chat completions: the body of a request read, an answer written, at once or as server-sent events."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 
@@ -38,23 +39,23 @@ _REFUSED: dict[str, tuple[tuple, str]] = {
     "web_search_options": ((None,), "give the model a tool instead"),
 }
 
-_Body = msgspec.defstruct(
-    "Body",
-    [
-        ("messages", list[dict[str, Any]]),
-        ("model", str | None, None),
-        ("tools", list[dict[str, Any]] | None, None),
-        ("stop", str | list[str] | None, None),
-        ("max_tokens", int | None, None),
-        ("max_completion_tokens", int | None, None),
-        ("logprobs", bool | None, None),
-        ("stream", bool | None, None),
-        ("stream_options", dict[str, Any] | None, None),
-        ("continue_final_message", bool | None, None),
-        *((name, Any, None) for name in (*_REFUSED, *SAMPLING)),
-    ],
-)
-_decoder = msgspec.json.Decoder(_Body)
+
+class _Body(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+
+
+_whole = msgspec.defstruct("Body", [(name, Any, None) for name in (*_REFUSED, *SAMPLING)], bases=(_Body,))
+_decoder = msgspec.json.Decoder(cast(type[_Body], _whole))
 
 
 def read(body: bytes) -> Asked:
@@ -102,7 +103,7 @@ def answer(made: Answer) -> dict[str, Any]:
         "message": made.node.message,
         "finish_reason": made.node.finish,
         "stop_reason": made.stop,
-        "logprobs": _log_probs(made) if made.token_texts else None,
+        "logprobs": _log_probs(made.log_probs) if made.log_probs else None,
     }
     return _head(made, "chat.completion") | {"choices": [choice], "usage": _usage(made)}
 
@@ -119,8 +120,8 @@ def events(made: Answer) -> bytes:
         deltas.append({"tool_calls": [{"index": i, "function": {"arguments": function["arguments"]}}]})
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices.append({"index": 0, "delta": {}, "finish_reason": made.node.finish, "stop_reason": made.stop})
-    if made.token_texts:
-        choices[0]["logprobs"] = _log_probs(made)
+    if made.log_probs:
+        choices[0]["logprobs"] = _log_probs(made.log_probs)
     chunks = [head | {"choices": [choice]} for choice in choices]
     if made.asked.with_usage:
         chunks.append(head | {"choices": [], "usage": _usage(made)})
@@ -147,10 +148,9 @@ def _usage(made: Answer) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _log_probs(made: Answer) -> dict[str, Any]:
+def _log_probs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """Return the log-probs by token. A token may be a part of a character: U+FFFD stands for it."""
     content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(made.token_texts, made.node.sampled.log_probs, strict=True)
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in tokens
     ]
     return {"content": content, "refusal": None}

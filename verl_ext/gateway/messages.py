@@ -132,11 +132,12 @@ def calls_in(
     if CALL_START not in text:
         return text, []
     found = parser.parse(text, _ANY_TOOL, ended=True, thinking=thinking)
-    if not found or not all(isinstance(call, Call) and is_plain(call.tool) for call in found):
+    calls = [call for call in found if isinstance(call, Call) and is_plain(call.tool)]
+    if not calls or len(calls) < len(found):
         return text, []
-    around = [*_around(text, found)]
+    around = [*_around(text, calls)]
     # From the text: the parser removes a fence around code, which the agent would get from other servers.
-    bodies = [loads(text[call.start + len(CALL_START) : call.end - len(CALL_STOP)]) for call in found]
+    bodies = [loads(text[call.start + len(CALL_START) : call.end - len(CALL_STOP)]) for call in calls]
     return "\n".join(filter(None, around)), [(body["name"], body["arguments"]) for body in bodies]
 
 

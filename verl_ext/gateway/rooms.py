@@ -35,15 +35,15 @@ class Answer:
 
     Attributes:
         stop: the client's stop string that ended the turn.
-        token_texts: of each token if the request asked for log-probs. A token may be a part of a character, for which
-            U+FFFD stands.
+        log_probs: text and log-prob of each token if the request asked for them. A token may be a part of a character,
+            for which U+FFFD stands.
     """
 
     asked: Asked
     node: Node
     model: str
     stop: str | None = None
-    token_texts: list[str] | None = None
+    log_probs: list[tuple[str, float]] | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
@@ -106,14 +106,14 @@ class Room:
     def __init__(self, session: Session, generate: Generate, *, model: str, max_turns: int, call: CallTool | None):
         self.session, self.clock = session, Clock()
         self.is_spent, self._refusals = asyncio.Event(), 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._generate, self._model, self._call = generate, model, call
-        self._decode = session.template.tokenizer.decode
+        self._decode = session.template.decode
         self._max_turns, self._turns = max_turns, 0  # that were begun and have not failed
         self._pending: dict[str, list[Pending]] = {}  # of an idempotency key, or of a body's digest
         self._tasks: set[asyncio.Task] = set()
         # Servers know a conversation by its request id, and keep what they computed of it. One is used once at a time.
-        self._request_ids: dict[Node, str] = {}
+        self._request_ids: dict[Node | None, str] = {}
         self._used_request_ids: set[str] = set()
 
     def begin(self, asked: Asked, digest: bytes, *, key: str | None, is_retry: bool) -> Pending:
@@ -241,10 +241,11 @@ class Room:
         )
         self._request_ids[node], self._refusals = request_id, 0
         stop = next((each for each in asked.stops if node.text.startswith(each, len(node.told))), None)
-        has_log_probs = asked.log_probs and sampled.log_probs is not None  # an evaluation asks the servers for none
-        texts = [self._decode([i]) for i in node.ids] if has_log_probs else None
+        values = sampled.log_probs if asked.log_probs else None  # an evaluation asks the servers for none
+        texts = map(self._decode, ([i] for i in node.ids))
+        log_probs = None if values is None else [*zip(texts, values, strict=True)]
         asked = replace(asked, messages=[], tools=None)  # else a session's memory would be quadratic in its turns
-        return Answer(asked, node, asked.model or self._model, stop, texts)
+        return Answer(asked, node, asked.model or self._model, stop, log_probs)
 
     def _check_length(self, messages: list[dict[str, Any]]) -> None:
         """Raise Refused if texts cannot fit. To render and encode them whole, in vain, would hold up other sessions."""

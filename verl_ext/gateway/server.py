@@ -205,9 +205,9 @@ class Gateway:
             if not done:
                 stream = web.StreamResponse(headers=headers | {"Content-Type": _EVENTS, "Cache-Control": "no-cache"})
                 await stream.prepare(request)
-            while not done:
-                await stream.write(b": the model writes\n\n")
-                done = await _wait(pending.task, self._keep_alive_s)
+                while not done:
+                    await stream.write(b": the model writes\n\n")
+                    done = await _wait(pending.task, self._keep_alive_s)
         try:
             answer = room.result_of(pending.task)
         except Refused as error:

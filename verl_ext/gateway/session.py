@@ -206,7 +206,7 @@ class Session:
         parts = self.template.rendered(messages, tools)
         known = (i for i in range(len(messages), 0, -1) if digests[i] in self._after)
         start = next(known, 0)
-        parent, new, fork = None, messages[start:], None
+        parent, context, new, fork = None, None, messages[start:], None
         if any(message["role"] == "assistant" for message in new):  # a turn that this session did not write
             fork = "history" if self.nodes else None
         elif start:
@@ -218,7 +218,7 @@ class Session:
                     break
             else:
                 fork = "template" if any(node.place.tools == tools for node in twins) else "tools"
-        if parent is None:
+        if context is None:
             new, context = messages, self.template.encode(parts)
         frame = self.template.frame(parts)
         thinking = opens_thinking(parts[-1][-_TAIL:])
@@ -347,7 +347,7 @@ def _row(trained: list[Node]) -> TokenRow:
     def append(ids: list[int], mask: int, log_probs: list[float]) -> None:
         row.ids.extend(ids)
         row.mask.extend([mask] * len(ids))
-        if has_log_probs:
+        if row.log_probs is not None:
             row.log_probs.extend(log_probs)
 
     for node in trained:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.gateway.messages import Message, Refused, meaning
-from verl_ext.protocols.base import SegmentEncoder, checked_kwargs, render
+from verl_ext.protocols.base import SegmentEncoder, after_blanks, checked_kwargs, decoded, render
 from verl_ext.protocols.hermes import HermesProtocol
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _MARK, _MARK_END = "\ue000", "\ue001"  # around the number of a token's text while the template renders
 _MARKS = re.compile(f"{_MARK}(\\d+){_MARK_END}")
-_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,9 @@ class Template:
         """Return the tokens of a rendering."""
         return self._encoder.encode(parts)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return decoded(self.tokenizer, ids)
+
     def split_end(self, ids: Sequence[int], *, is_full: bool) -> tuple[str, str]:
         """Return the text of a turn's end token, "" if it has none, and the text before it.
 
@@ -110,8 +112,8 @@ class Template:
                 end has ended it: not every end token of generation_config.json has a name in the tokenizer.
         """
         if ids[-1] in self._end_ids or (not is_full and ids[-1] in self.special_ids):
-            return self.tokenizer.decode(ids[-1:]), self.tokenizer.decode(ids[:-1])
-        return "", self.tokenizer.decode(ids)
+            return self.decode(ids[-1:]), self.decode(ids[:-1])
+        return "", self.decode(ids)
 
     def frame(self, parts: Sequence[str]) -> Frame:
         """Return what `delta` needs to know of the rendering before a turn."""
@@ -137,7 +139,7 @@ class Template:
         text = "".join(parts)
         if _digest(text[: frame.length]) != frame.digest:
             return None
-        ends = [each for each in dict.fromkeys((end, self.tokenizer.eos_token)) if each]
+        ends = [each for each in dict.fromkeys((end, str(self.tokenizer.eos_token or ""))) if each]
         position = self._end_of_turn(text, frame, turn, ends)
         if position is None:
             return None
@@ -148,7 +150,7 @@ class Template:
         """Return where one of the end tokens ends the turn."""
         written = frame.tail + turn
         if text.startswith(written, frame.length):  # as it was written, whatever it says
-            position = _SPACE.match(text, frame.length + len(written)).end()
+            position = after_blanks(text, frame.length + len(written))
             if text.startswith(tuple(ends), position):
                 return position
         for end in ends:

@@ -138,6 +138,13 @@ def test_an_empty_block_of_thoughts_right_after_the_role_costs_nothing(tokenizer
     assert session.place([user("hello"), node.message, user("and?")]).parent is node
 
 
+def test_a_tokenizer_without_an_end_token_fails(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = None
+    (finding,) = audit(other)
+    assert finding.level == "fail" and "has no end token" in finding.told
+
+
 def test_the_command_prints_its_findings_and_ends_with_1_if_one_fails(tokenizer, tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "other.jinja").write_text("nothing")
