@@ -41,7 +41,7 @@ def count_rows(files: list[Path]) -> int | None:
         return None
 
 
-def first_rows(path: Path, columns: list[str], most: int | None) -> Iterator[dict[str, Any]]:
+def first_rows(path: Path, columns: list[str] | None, most: int | None) -> Iterator[dict[str, Any]]:
     """Yield some columns of the first `most` rows (None: all) of parquet or JSONL; nothing if it cannot be read so."""
     if not path.is_file():
         return

@@ -116,7 +116,7 @@ def _told(episode: "Episode") -> Finding:
     if reason == RolloutEnd.AGENT_ERROR:
         return warn(f"""the agent crashed when the model said {ANSWER}. A response whose agent crashes is scored as it
             stands, as the model's failure: {episode.exception} -> Let the agent take any text of the model.""")
-    if reason == RolloutEnd.SANDBOX_FAILURE:
+    if use is None or reason == RolloutEnd.SANDBOX_FAILURE:  # None: the environment could not be opened
         return fail("""the environment failed while the agent played an episode (see the warnings above)
             -> Start what it needs, such as the sandbox.""")
     forks = ", ".join(f"{count} by {name}" for name, count in use.forks.items())

@@ -113,7 +113,7 @@ def _value_of(schema: Mapping[str, Any]) -> Any:
         return schema["enum"][0]
     kind = schema.get("type")
     kind = kind[0] if isinstance(kind, list) else kind
-    return {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}.get(kind, "1")
+    return {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}.get(str(kind), "1")
 
 
 def sft_tokens(

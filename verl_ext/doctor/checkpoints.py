@@ -51,7 +51,7 @@ def check_steps(run: Run) -> Iterator[Finding]:
         limit = f", of which data.train_max_samples={most} are used," * (most > 0)
         yield fail(f"""{count_rows(run.files("train"))} rows{limit} are fewer than a batch of {run.batch}, so no step
             would run -> Lower data.train_batch_size, or add data.""")
-    elif epoch is not None and total > epoch * epochs:
+    elif epoch is not None and total is not None and total > epoch * epochs:
         yield warn(f"""trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at step
             {epoch * epochs}, so a learning-rate schedule would not reach its end
             -> Set trainer.total_epochs to {-(-total // epoch)}, or lower the steps.""")

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -22,7 +23,7 @@ SIMILAR = 0.8  # of a misspelt section
 
 def check_config(run: Run) -> Iterator[Finding]:
     """Report unknown keys, keys without effect, values of another type, and keys that are not set."""
-    composed = flatten(OmegaConf.to_container(run.config, resolve=False))
+    composed = flatten(run.tree(resolve=False))
     text = f"verl 0.9.1 knows all {len(composed)} keys, and every key that is set has an effect"
     yield from all_well(_problems(run, composed), text)
 
@@ -31,7 +32,7 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
     reference = of.schema(run.entry)
     defaults = flatten(reference)
     try:
-        OmegaConf.to_container(run.config, resolve=True)
+        run.tree(resolve=True)
     except OmegaConfBaseException as error:
         yield fail(f"a reference cannot be resolved: {error} -> Correct the ${{...}} in its value.")
     for key in sorted(run.required):
@@ -88,7 +89,7 @@ def explain(error: Exception, name: str, folder: Path) -> Finding:
     if quoted := re.search(r"(?:Could not \w+|primary config) .*?'([^']+)'", text):
         known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
         try:
-            known += flatten(OmegaConf.to_container(compose_run(name, folder=folder)))
+            known += flatten(cast(dict, OmegaConf.to_container(compose_run(name, folder=folder))))
         except (HydraException, OmegaConfBaseException):  # the YAML itself is wrong or missing
             pass
         hint = did_you_mean(quoted[1], known)
@@ -119,7 +120,7 @@ def check_reward(run: Run) -> Iterator[Finding]:
     from verl_ext.reward.options import RewardOptions
 
     try:
-        options = RewardOptions.from_config(OmegaConf.to_container(run.config, resolve=True))
+        options = RewardOptions.from_config(run.tree(resolve=True))
     except (ValueError, TypeError) as error:
         yield fail(f"{error} -> Correct reward.reward_kwargs.")
         return

@@ -101,15 +101,16 @@ def check_protocol(run: Run) -> Iterator[Finding]:
     """Check that the first rows' prompts, and traces of SFT, are written for the tool protocol of the run."""
     setting = "retool.protocol" if run.is_rl else "data.retool.protocol"
     key = run.text_column
-    loops = agent_loops(run) if run.is_rl else {None: run.protocol}
+    loops = agent_loops(run) if run.is_rl else {}
     domains = read_domains(run.config) if run.is_rl else {}
     default_loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
     for split, path in run.all_files():
         rows, seen = 0, Counter()  # (part, protocol) -> rows with its tag, but not their own protocol's
         for row in first_rows(path, [key, "agent_name", "data_source"], FIRST_ROWS):
-            own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
+            own = loops.get(row.get("agent_name") or default_loop) if run.is_rl else run.protocol
+            messages = row.get(key)
             if own == "":
-                own = domains.get(row.get("data_source"), run).protocol
+                own = domains.get(str(row.get("data_source")), run).protocol
             if own is None or not isinstance(messages, list):
                 continue
             rows += 1

@@ -63,9 +63,8 @@ def check_domains(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Fi
         loop = loops.get(row.get("agent_name") or run.get(f"{ROLLOUT}.agent.default_agent_loop"))
         if loop is None:  # one of verl's own, which knows no environments
             continue
-        protocol = make_protocol(
-            loop or domain.protocol, tokenizer, template_kwargs(run), max_parallel_calls=ANY_NUMBER
-        )
+        name_of_protocol = loop or domain.protocol or run.protocol
+        protocol = make_protocol(name_of_protocol, tokenizer, template_kwargs(run), max_parallel_calls=ANY_NUMBER)
         try:
             environments = Environments(domain.environment, run.config, tools if protocol.call_ends_turn else ())
             opening = asyncio.run(_closed(run, _open(environments, row, run.text_column)))

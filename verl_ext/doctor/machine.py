@@ -49,8 +49,8 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
     if unknown := [str(i) for i, gpu in enumerate(gpus) if gpu.total_gib is None or gpu.used_gib is None]:
         yield warn(f"""nvidia-smi does not report the memory of GPU {", ".join(unknown)}
             -> Pass it for the estimate: python -m verl_ext.doctor --gpu-gib.""")
-    known = [(i, gpu) for i, gpu in enumerate(gpus) if str(i) not in unknown]
-    if used := [f"{i} ({gpu.used_gib:.1f} GiB)" for i, gpu in known if gpu.used_gib > 0.05 * gpu.total_gib]:
+    known = [(i, gpu.used_gib, gpu.total_gib) for i, gpu in enumerate(gpus)]
+    if used := [f"{i} ({used:.1f} GiB)" for i, used, total in known if used and total and used > 0.05 * total]:
         yield warn(f"memory is in use on GPU {', '.join(used)} -> Find out what uses it with nvidia-smi.")
     driver = gpus[0].driver
     if int(driver.partition(".")[0]) < CUDA_13_DRIVER:
@@ -70,7 +70,7 @@ def _torch_drives_a_gpu() -> bool:
     if wanted := os.environ.get("VERL_PLATFORM", "").strip().lower():
         return wanted != "cpu"
     torch = find_spec("torch")
-    build = runpy.run_path(str(Path(torch.origin).with_name("version.py"))) if torch else {}
+    build = runpy.run_path(str(Path(torch.origin).with_name("version.py"))) if torch and torch.origin else {}
     return any(build.get(name) for name in ("cuda", "hip", "xpu")) or find_spec("torch_npu") is not None
 
 

@@ -15,7 +15,9 @@ FEWER = "Use more GPUs, or a larger Ulysses size with a smaller token budget per
 
 
 def plan_of(run: Run) -> Plan:
-    """Return the plan of a run whose model's shape is known."""
+    """Return the plan of a run. Raises ValueError if its model's shape is unknown: `Run.shape_or_why`."""
+    if (shape := run.shape) is None:
+        raise ValueError(run.shape_or_why[1])
 
     def of_engine(key: str, default: Any = None) -> Any:
         return run.get(f"{run.engine}.{key}", default)
@@ -27,7 +29,7 @@ def plan_of(run: Run) -> Plan:
     has_reference = (run.get("algorithm.use_kl_in_reward") or run.get(f"{ACTOR}.use_kl_loss")) and not is_lora
     bytes_of_reference = 4 if run.get("actor_rollout_ref.ref.fsdp_config.model_dtype") in FP32 else 2
     return Plan(
-        shape=run.shape,
+        shape=shape,
         tokens=run.tokens_per_gpu if run.is_dynamic else (run.micro_batch or 1) * run.longest // run.ulysses,
         padded=0 if run.is_packed else run.micro_batch or 1,
         ranks=shards if 0 < shards < run.gpus else run.gpus,
@@ -40,7 +42,7 @@ def plan_of(run: Run) -> Plan:
         defers_gradients=bool(of_engine("use_no_sync_for_gradient_accumulation")),
         is_fsdp2=run.get(f"{ACTOR}.strategy" if run.is_rl else "engine.strategy") == "fsdp2",
         fused=bool((run.get(f"{run.optim}.override_optimizer_config") or {}).get("fused")),
-        adapters=run.shape.adapter_parameters(run.lora_rank, targets or "all-linear", excluded),
+        adapters=shape.adapter_parameters(run.lora_rank, targets or "all-linear", excluded),
         entropy=run.is_rl and bool(run.get(f"{ACTOR}.calculate_entropy") or run.get(f"{ACTOR}.entropy_coeff")),
         offloads_weights=bool(of_engine("param_offload")),
         offloads_optimizer=bool(of_engine("optimizer_offload")),

@@ -10,10 +10,10 @@ import symtable
 from collections.abc import Generator, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from verl_ext.doctor.finding import Finding, all_well, fail
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
@@ -67,7 +67,8 @@ def agent_loops(run: Run) -> dict[str, str | None]:
     loops: dict[str, str | None] = dict.fromkeys(NAMES[_LOOP])
     path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
     if path and (run.folder / path).is_file():
-        loops |= {loop.name: loop.get("protocol") or "" for loop in OmegaConf.load(run.folder / path)}
+        listed = cast(ListConfig, OmegaConf.load(run.folder / path))
+        loops |= {loop.name: loop.get("protocol") or "" for loop in listed}
     return loops
 
 
@@ -119,7 +120,7 @@ def _entries(run: Run, key: str, section: str, class_key: str) -> Generator[Find
         yield fail(f"{key} is {path}, but there is no such file (from {run.folder}) -> Correct the path.")
         return []
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(run.folder / path))
+        tree = cast(Any, OmegaConf.to_container(OmegaConf.load(run.folder / path)))  # as it comes, see below
         names = [entry[class_key].rpartition(".") for entry in (tree[section] if section else tree)]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         form = f"a list{f' {section!r}' * bool(section)} whose entries have {class_key!r}"

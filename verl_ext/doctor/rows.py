@@ -44,7 +44,6 @@ def check_rows(
         tokenizer: without one, lengths are not checked, nor SFT's rows at all.
         is_quick: look at samples only.
     """
-    check = _check_problems if run.is_rl else _check_traces
     for split in ("train", "val"):
         files, samples = [], []
         for path in run.files(split):
@@ -52,13 +51,16 @@ def check_rows(
                 if run.sample(path).rows and run.text_column in run.sample(path).columns.names:
                     files.append(path)
                     samples.append(run.sample(path))
-        if not files or (tokenizer is None and not run.is_rl):
+        if not files:
             continue
         rows: Rows = chain.from_iterable(each.rows for each in samples)
         total = sum(each.total for each in samples) if is_quick else None
         if not is_quick:
             rows = chain.from_iterable(read_rows(str(path)) for path in files)
-        yield from check(run, tokenizer, split, rows, total)
+        if run.is_rl:
+            yield from _check_problems(run, tokenizer, split, rows, total)
+        elif tokenizer is not None:
+            yield from _check_traces(run, tokenizer, split, rows, total)
 
 
 class Lengths:
@@ -235,7 +237,7 @@ def _check_problems(
     if refused:
         yield fail(f"""{split}: {lengths.some}{len(refused)} of {of} prompts cannot be rendered ({refused[0]})
             -> Leave these rows out, or merge their messages: their rollouts would raise an error.""")
-    if long:
+    if long and count_as_verl:
         dropped = run.get("data.filter_overlong_prompts")
         cut = sum(count_as_verl(messages) <= limit for _, (messages, _) in long) if dropped else 0
         say = warn if dropped and len(long) < number and not cut else fail

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -73,6 +73,10 @@ class Run:
         if value is None:
             return default
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    def tree(self, *, resolve: bool) -> dict[str, Any]:
+        """Return the whole configuration as plain containers."""
+        return cast(dict[str, Any], OmegaConf.to_container(self.config, resolve=resolve))
 
     def listed(self, key: str) -> list:
         """Return as a list a value that may be a list or one of its items; empty if it is absent."""

@@ -5,10 +5,10 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.datasets.peek import first_rows
 from verl_ext.doctor.finding import Finding, Level, fail, ok, warn
@@ -48,7 +48,8 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
             workers are busy with such programs, calls fail (`failure/sandbox_failure`)
             -> Set retool.sandbox.queue_timeout_s to {2 * code_s:g}, or lower retool.sandbox.timeout_s.""")
     path = run.get(f"{ROLLOUT}.multi_turn.tool_config_path")
-    for tool in OmegaConf.load(run.folder / path).get("tools", []) if path and (run.folder / path).is_file() else []:
+    is_there = path and (run.folder / path).is_file()
+    for tool in cast(DictConfig, OmegaConf.load(run.folder / path)).get("tools", []) if is_there else []:
         is_ours = tool.class_name.endswith("CodeInterpreter") and "timeout_s" in tool.config
         if is_ours and tool.config.timeout_s != code_s:
             name, other_s = tool.tool_schema.function.name, tool.config.timeout_s

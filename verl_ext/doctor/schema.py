@@ -7,7 +7,7 @@ verl, which takes 5 s: scripts/verl_table.py makes it of the sources of the pinn
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -59,7 +59,7 @@ KEYS_WITHOUT_EFFECT = {
 @functools.cache
 def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
     """Return a YAML of ours as written, without what its `defaults:` bring in; `path` has no suffix."""
-    tree = OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
+    tree = cast(dict, OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml")))
     return {name: value for name, value in tree.items() if name != "defaults"}
 
 
@@ -78,7 +78,7 @@ def own_parts(run: str, folder: Path = CONFIGS) -> dict[str, str]:
 def schema(entry: str) -> dict:
     """Return all keys of verl's YAML that a run begins with, with verl's defaults."""
     with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
-        return OmegaConf.to_container(compose(entry), resolve=False)
+        return cast(dict, OmegaConf.to_container(compose(entry), resolve=False))
 
 
 def unread_keys(entry: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
@@ -76,7 +76,7 @@ def tool_schemas(
     """
     if isinstance(tokenizer, QuickTokenizer):
         path = run.get(f"{ROLLOUT}.multi_turn.tool_config_path")
-        tools = OmegaConf.to_container(OmegaConf.load(run.folder / path))["tools"] if path else []
+        tools = cast(dict, OmegaConf.to_container(OmegaConf.load(run.folder / path)))["tools"] if path else []
         named = [tool["tool_schema"] for tool in tools if tool.get("tool_schema")]
         of_files = schemas_of(named) if named else {}
     else:
@@ -93,7 +93,7 @@ def shown(
     """Return `environments.by_name.shown_tools`; with a `QuickTokenizer` only the interpreter and the tool YAML's."""
     if isinstance(tokenizer, QuickTokenizer):
         ways = {None: of_whole_run(run.config), **read_domains(run.config)}
-        return {name: (way.protocol, tool_schemas(run, tokenizer)) for name, way in ways.items()}
+        return {name: (way.protocol or run.protocol, tool_schemas(run, tokenizer)) for name, way in ways.items()}
     from verl_ext.environments import by_name
 
     return by_name.shown_tools(run.config, load_tools(run))

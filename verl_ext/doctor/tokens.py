@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerBase as Interface
+else:
+    Interface = object
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _HUB_NAME = re.compile(r"(?!outputs/)\w[\w.-]*(/[\w.-]+)?")
@@ -24,8 +27,8 @@ class NoTokenizer(ValueError):
     """The path has no tokenizer; the message says why."""
 
 
-class QuickTokenizer:
-    """The tokenizer that the module's docstring describes.
+class QuickTokenizer(Interface):
+    """The tokenizer that the module's docstring describes; a type checker takes it for one of transformers.
 
     Args:
         folder: with `tokenizer.json`.
@@ -34,11 +37,13 @@ class QuickTokenizer:
         NoTokenizer: a file of the folder cannot be read.
     """
 
+    all_special_tokens: list[str]
+
     def __init__(self, folder: Path, template: str | None = None):
-        from tokenizers import Tokenizer
+        import tokenizers
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             self._tokenizer.no_truncation()  # a saved file may hold either from training; transformers resets both
             self._tokenizer.no_padding()
             config = _read_json(folder / "tokenizer_config.json")
