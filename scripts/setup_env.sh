@@ -14,7 +14,8 @@ Environment:
                     it: runs are slower and need +hardware=no_flash_attn (SFT: no_flash_attn_sft). Later calls keep the
                     choice
   MAX_JOBS, FLASH_ATTN_CUDA_ARCHS   for that compilation; default: from cores and free memory, and from this machine's GPU
-pip's own configuration and variables (index, find-links, cache) are respected. Log: .venv/install.log
+uv installs if it is on PATH, else pip. Both follow pip's configuration and variables (index, find-links, certificate),
+and check the lock's hashes. Log: .venv/install.log
 EOF
 }
 
@@ -234,12 +235,44 @@ show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 
     [ ! -t 1 ] || printf '\r%80s\r' ""
 }
 
-pip_install() { # $1: number of packages; the rest: arguments of pip install
-    local total=$1
+uv_options() { # pip's indexes, links and certificate as options of uv, which does not read them itself
+    local line key each index=""
+    "$VENV/bin/python" -m pip config list | while IFS= read -r line; do # the environment's first
+        key=${line%%=*}
+        line=${line#*=}
+        for each in ${line//\'/}; do
+            case ${key##*.} in
+                index-url) [ -n "$index" ] || echo "--default-index=$each" && index=$each ;;
+                extra-index-url) echo "--index=$each" ;;
+                find-links) echo "--find-links=$each" ;;
+                trusted-host) echo "--allow-insecure-host=$each" ;;
+            esac
+        done
+    done
+}
+
+install() { # $1: number of packages; the rest: arguments of pip install
+    local total=$1 options
     shift
     set -- --no-deps --no-build-isolation "$@"
-    echo "+ pip install $*" >>"$LOG"
-    "$VENV/bin/python" -m pip install "$@" 2>&1 | tee -a "$LOG" | show_progress "$total"
+    echo "+ ${UV:-pip} install $*" >>"$LOG"
+    if [ -z "$UV" ]; then
+        "$VENV/bin/python" -m pip install "$@" 2>&1 | tee -a "$LOG" | show_progress "$total"
+        return
+    fi
+    mapfile -t options < <(uv_options)
+    SSL_CERT_FILE=${SSL_CERT_FILE:-$("$VENV/bin/python" -m pip config get :env:.cert 2>/dev/null ||
+        "$VENV/bin/python" -m pip config get global.cert 2>/dev/null || true)} \
+        "$UV" pip install --python "$VENV/bin/python" --compile-bytecode --index-strategy unsafe-best-match \
+        "${options[@]}" "$@" 2>&1 | tee -a "$LOG" | grep -v '^ [-+~]' | sed 's/^/[setup]   /' || return "${PIPESTATUS[0]}"
+}
+
+pins() { # of the lock, with their hashes: all but torch and flash-attn, or those of package $1
+    local wanted=${1:-}
+    awk -v wanted="$wanted" '
+        /^[a-zA-Z]/ { split($0, part, "=="); name = part[1]; of = wanted == "" ? name !~ /^(torch|flash-attn)$/ : name == wanted }
+        of && !/^ *#/' "$LOCK" >"$VENV/pins.txt"
+    echo "$VENV/pins.txt"
 }
 
 fail_with_log() {
@@ -252,10 +285,10 @@ install_torch() {
     local pin
     pin=$(grep -oE '^torch==[^ ]+' "$LOCK")
     # The CPU build is not on PyPI: take it from pip's configured indexes, else from PyTorch's own index.
-    pip_install 1 "$pin" && return
+    install 1 "$pin" && return
     case $pin in *+cpu) ;; *) return 1 ;; esac
     say "  not in pip's configured indexes, trying $TORCH_CPU_INDEX"
-    pip_install 1 "$pin" --index-url "$TORCH_CPU_INDEX"
+    install 1 "$pin" --index-url "$TORCH_CPU_INDEX"
 }
 
 install_all() {
@@ -280,26 +313,26 @@ install_all() {
     : >"$LOG"
 
     say "2/4 installing torch ($HARDWARE)"
-    pip_install 1 "$(grep -oE '^setuptools==[^ ]+' "$LOCK")" || fail_with_log "setuptools could not be installed."
+    install 1 --require-hashes -r "$(pins setuptools)" || fail_with_log "setuptools could not be installed."
     install_torch ||
         fail_with_log "torch could not be installed. Check the network (and pip's configuration: pip config list)."
 
-    lines=$(grep -cvE '^(#|$)' "$LOCK")
+    lines=$(grep -cE '^[a-zA-Z]' "$LOCK")
     say "3/4 installing the other $((lines - 2)) packages of ${LOCK#"$ROOT"/}"
     # Packages that compile against torch need all the others first.
-    pip_install "$lines" -r <(grep -v '^flash-attn==' "$LOCK") || fail_with_log "A package could not be installed."
+    install "$lines" --require-hashes -r "$(pins)" || fail_with_log "A package could not be installed."
     if [ "$HARDWARE" = gpu ] && [ "$FLASH_ATTN" = 0 ]; then
         say "  without flash-attn: add +hardware=no_flash_attn to a run (SFT: +hardware=no_flash_attn_sft)"
     elif grep -q '^flash-attn==' "$LOCK"; then
-        lines=$(if [ "$FLASH_ATTN" = 1 ]; then grep -oE '^flash-attn==[^ ]+' "$LOCK"; else echo "$FLASH_ATTN"; fi)
-        say "  $lines"
+        if [ "$FLASH_ATTN" = 1 ]; then set -- --require-hashes -r "$(pins flash-attn)"; else set -- "$FLASH_ATTN"; fi
+        say "  flash-attn, from ${FLASH_ATTN/#1/its source}"
         # its build asks for `ninja` on PATH, which the lock has brought
-        PATH=$VENV/bin:$PATH pip_install 1 "$lines" ||
+        PATH=$VENV/bin:$PATH install 1 "$@" ||
             fail_with_log "flash-attn could not be built. RETOOL_FLASH_ATTN=0 continues without it (slower, see --help)."
     fi
 
     say "4/4 linking this checkout"
-    pip_install 1 -e "$ROOT" || fail_with_log "This package could not be linked."
+    install 1 -e "$ROOT" || fail_with_log "This package could not be linked."
     fingerprint >"$STAMP"
     say "done in $SECONDS s, $(du -sm "$VENV" | cut -f1) MB; log: .venv/install.log"
 }
@@ -319,6 +352,7 @@ HARDWARE=$(hardware)
 LOCK=$ROOT/requirements/$HARDWARE.txt
 FLASH_ATTN=${RETOOL_FLASH_ATTN:-$(sed -n 's/^flash-attn //p' "$STAMP" 2>/dev/null || true)}
 FLASH_ATTN=${FLASH_ATTN:-1}
+UV=$(command -v uv || true)
 check_machine
 if [ "${1:-}" = --check ]; then
     check_disk

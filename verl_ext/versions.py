@@ -50,7 +50,7 @@ def require_versions(versions: Mapping[str, str], where: str) -> None:
 
 
 def read_lock(path: Path) -> "list[Requirement]":
-    """Return the pins of a lock file, `name==version[; marker]` each.
+    """Return the pins of a lock file, `name==version[; marker]` each, without their hashes.
 
     Raises:
         ValueError: a line is not an exact pin.
@@ -59,7 +59,8 @@ def read_lock(path: Path) -> "list[Requirement]":
 
     pins = []
     for line in path.read_text().splitlines():
-        if text := line.partition("#")[0].strip():
+        text = line.partition("#")[0].strip(" \\")
+        if text and not text.startswith("--hash="):
             pin = Requirement(text)
             if len(pin.specifier) != 1 or not str(pin.specifier).startswith("==") or "*" in str(pin.specifier):
                 raise ValueError(f"{path.name}: {text!r} is not a pin; expected name==version")
