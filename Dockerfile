@@ -18,7 +18,7 @@ WORKDIR /opt/verl-retool
 ENV RETOOL_HARDWARE=cpu PIP_NO_CACHE_DIR=1
 COPY scripts/setup_env.sh scripts/
 COPY requirements requirements
-COPY setup.py pyproject.toml ./
+COPY setup.py pyproject.toml README.md ./
 COPY verl_ext/__init__.py verl_ext/
 RUN bash scripts/setup_env.sh
 

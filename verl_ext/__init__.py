@@ -13,6 +13,8 @@ import math
 from importlib.util import find_spec
 from types import ModuleType
 
+__version__ = "0.1.0"
+
 
 def _let_yamls_calculate(omegaconf: ModuleType) -> None:
     """Register `${retool.sum:a,b}`, `${retool.product:a,b}` and `${retool.quotient:a,b}`, which rounds down.

@@ -35,7 +35,7 @@ print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
 def test_sandbox_runs_if_nothing_else_is_installed(tmp_path):
     source, python = tmp_path / "source", tmp_path / "env/bin/python"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml"):
+    for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(REPO / name, source)
     shutil.copytree(REPO / "verl_ext", source / "verl_ext", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DATA_DIR")}
@@ -51,4 +51,4 @@ def test_sandbox_runs_if_nothing_else_is_installed(tmp_path):
     assert done.stdout.splitlines() == ["'42\\n'", "timeout", "1", "[]"]
     assert "sandbox: numpy, sympy: not installed" in done.stderr
     size_mb = sum(path.lstat().st_size for path in (tmp_path / "env").rglob("*")) >> 20
-    assert size_mb < 80, f"the environment has {size_mb} MB, expected about 50: what did setup.py's CORE gain?"
+    assert size_mb < 80, f"the environment has {size_mb} MB, expected about 50: what do `dependencies` bring now?"

@@ -19,7 +19,7 @@ from verl_ext.doctor import checks, config, memory
 from verl_ext.doctor.finding import Finding, Level
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import required_keys
-from verl_ext.settings import CONFIGS, REPO, compose_run
+from verl_ext.settings import CONFIGS, START, compose_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     except (HydraException, OmegaConfBaseException, OSError, KeyError) as error:
         yield replace(config.explain(error, args.config_name, folder), topic="config")
         return
-    run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, REPO)
+    run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, START.resolve())
     exam = checks.Examination(run, args.quick, args.gpu_gib, args.load_seconds)
     yield from checks.examine(exam)
     if args.simulate:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, all_well, fail
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 from verl_ext.doctor.schema import TABLE, schema
 from verl_ext.doctor.suggest import did_you_mean
 from verl_ext.evaluation.store import flatten
+from verl_ext.settings import named_file, registered_loops
 
 NAMES: dict[str, list[str]] = TABLE["names"]
 _LOOP, _ENGINE = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine"
@@ -65,11 +66,7 @@ def agent_loops(run: Run) -> dict[str, str | None]:
     """Return agent loops that a sample may name -> tool protocol; "" for the run's or the domain's, None for verl's
     loops, which have none of ours."""
     loops: dict[str, str | None] = dict.fromkeys(NAMES[_LOOP])
-    path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
-    if path and (run.folder / path).is_file():
-        listed = cast(ListConfig, OmegaConf.load(run.folder / path))
-        loops |= {loop.name: loop.get("protocol") or "" for loop in listed}
-    return loops
+    return loops | {name: protocol or "" for name, protocol in registered_loops(run.config, run.folder).items()}
 
 
 def _check_settings(run: Run) -> Iterator[Finding]:
@@ -116,11 +113,11 @@ def _entries(run: Run, key: str, section: str, class_key: str) -> Generator[Find
     """Return (module, where it is named, class) of each entry of a YAML that a setting names."""
     if not (path := run.get(key)):
         return []
-    if not (run.folder / path).is_file():
+    if not (file := named_file(path, run.folder)).is_file():
         yield fail(f"{key} is {path}, but there is no such file (from {run.folder}) -> Correct the path.")
         return []
     try:
-        tree = cast(Any, OmegaConf.to_container(OmegaConf.load(run.folder / path)))  # as it comes, see below
+        tree = cast(Any, OmegaConf.to_container(OmegaConf.load(file)))  # as it comes, see below
         names = [entry[class_key].rpartition(".") for entry in (tree[section] if section else tree)]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         form = f"a list{f' {section!r}' * bool(section)} whose entries have {class_key!r}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.datasets.rows import DataError, progress_bar
@@ -34,7 +34,7 @@ from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.servers import Server, ServerFailure
 from verl_ext.rollout.standalone import make_loop
 from verl_ext.runs.workers import run_together
-from verl_ext.settings import REPO, FailedSamples
+from verl_ext.settings import START, FailedSamples, registered_loops
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +92,9 @@ class Sampler:
         }
         config = cast(DictConfig, OmegaConf.merge(config, own))
         self._default_loop = rollout.agent.default_agent_loop
-        loops = cast(ListConfig, OmegaConf.load(REPO / rollout.agent.agent_loop_config_path))
-        self._protocols = {each.name: each.get("protocol") for each in loops}
+        self._protocols = registered_loops(config)
         self._sandbox = config.retool.sandbox
-        tools = load_tools(rollout.multi_turn, REPO)
+        tools = load_tools(rollout.multi_turn, START)
         self._make_loop = functools.partial(make_loop, config, server, tokenizer, tools, hf_model_type=hf_model_type)
         self._loops: dict[str, EpisodeLoop] = {}
         self._reward = Rewarder(config, tokenizer)

@@ -11,10 +11,10 @@ import yaml
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.pages.charts import Chart, Series
 from verl_ext.runs.metrics import Metrics, read_metrics
+from verl_ext.settings import REPO
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README next to it
-DIAGNOSE = REPOSITORY / "docs" / "guides" / "diagnose.md"
+PUBLISHED = REPO / "data" / "published" / "rl.jsonl"  # source and licence: the README next to it
+DIAGNOSE = REPO / "docs" / "guides" / "diagnose.md"
 
 
 class Curve(NamedTuple):

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import List, Optional  # noqa: UP035  a Python that is older than .venv's may run this file
 
-REPO = Path(__file__).resolve().parents[2]
-DEFAULT_OUT = {"tiny": REPO / "outputs" / "quickstart", "small": REPO / "outputs" / "small"}  # by --model
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUTS = (ROOT if (ROOT / "configs").is_dir() else Path.cwd()) / "outputs"  # an installed wheel has no such root
+DEFAULT_OUT = {"tiny": OUTPUTS / "quickstart", "small": OUTPUTS / "small"}  # by --model
 STAGES = ("data", "sft", "merge", "rl", "eval", "report")
 JOURNAL = "stages.json"  # in a quickstart's folder
 
@@ -73,7 +74,7 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     if args.source:
         _check_source(parser, args)
     elif not args.out:
-        args.out = REPO / "outputs" / args.data.stem if args.data else DEFAULT_OUT[args.model]
+        args.out = OUTPUTS / args.data.stem if args.data else DEFAULT_OUT[args.model]
     return args
 
 

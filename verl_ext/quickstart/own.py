@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_ext.quickstart.options import REPO
+from verl_ext.settings import REPO
 from verl_ext.settings.overrides import quoted
 
 TOOLS = REPO / "data" / "own"

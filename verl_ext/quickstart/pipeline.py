@@ -24,7 +24,7 @@ from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 from verl_ext.evaluation.checkpoint import merge_command, put_merged
 from verl_ext.quickstart import disk
-from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
+from verl_ext.quickstart.options import JOURNAL, OUTPUTS, STAGES, parse_options
 from verl_ext.quickstart.own import Own, read_rewards
 from verl_ext.quickstart.rungs import RUNGS, Rung
 from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
@@ -42,6 +42,7 @@ from verl_ext.runs import durable
 from verl_ext.runs.folder import judged_files
 from verl_ext.runs.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
+from verl_ext.settings import REPO
 
 LICENCE_FILES = ("LICENSE", "NOTICE")
 EVALUATION_SAMPLES = 2  # responses per held-out problem
@@ -327,7 +328,7 @@ def delete_run(out: Path) -> None:
             f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Set --out to the "
             "folder of this run only."
         )
-    if not (out / JOURNAL).exists() and not out.is_relative_to(REPO / "outputs") and set(out.iterdir()) - {out / LOCK}:
+    if not (out / JOURNAL).exists() and not out.is_relative_to(OUTPUTS) and set(out.iterdir()) - {out / LOCK}:
         raise SystemExit(
             f"--fresh would delete {out}, which holds no run (no stages.json). Delete it yourself, or change --out."
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from verl_ext.quickstart.options import REPO
+from verl_ext.settings import REPO
 
 
 @dataclass(frozen=True)

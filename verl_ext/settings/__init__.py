@@ -10,15 +10,18 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from verl_ext.settings.checks import Option, check_phases, key, read_settings
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, ListConfig
 
-REPO = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHIPPED = _PACKAGE / "shipped"  # in an installed wheel: folders of the repository's root (setup.py)
+REPO = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent
 CONFIGS = REPO / "configs"
+START = Path() if REPO == _SHIPPED else REPO  # relative paths of a run count from it
 _verl = importlib.util.find_spec("verl")
 VERL = Path((_verl and _verl.submodule_search_locations or ["/verl is not installed"])[0])
 
@@ -356,6 +359,20 @@ def compose_run(
     overrides = [f"+{each}" if each.startswith("objective=") else each for each in overrides]
     with initialize_config_dir(str(folder), version_base=None):
         return compose(name, overrides=[search_path(*beside), *overrides])
+
+
+def named_file(path: str, folder: Path = START) -> Path:
+    """Return the file of a relative path in a run, as verl finds it: in `folder`, or beside the package."""
+    return folder / path if (folder / path).exists() else _PACKAGE.parent / path
+
+
+def registered_loops(config: "DictConfig", folder: Path = START) -> dict[str, str | None]:
+    """Return the agent loops that `agent_loop_config_path` names -> protocol, None for the run's or the domain's."""
+    from omegaconf import OmegaConf
+
+    path = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_config_path")
+    entries = OmegaConf.load(file) if path and (file := named_file(path, folder)).is_file() else ()
+    return {each.name: each.get("protocol") for each in cast("ListConfig", entries)}
 
 
 def search_path(*beside: Path) -> str:

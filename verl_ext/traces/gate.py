@@ -25,7 +25,7 @@ from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, TraceTurn, conversation_of, rendered_trace, split_trace
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, verify_response
 from verl_ext.rollout.ways import Way, Ways
-from verl_ext.settings import REPO
+from verl_ext.settings import START
 from verl_ext.traces.rerun import NotRun, check_outputs, run_calls
 from verl_ext.traces.trace import LeftOut, Reason, Trace
 
@@ -92,7 +92,7 @@ class Gate:
             template_kwargs=self._kwargs,
             max_parallel_calls=multi_turn.max_parallel_calls,
         )
-        self._ways = Ways(config, None, make, tokenizer, load_tools(multi_turn, REPO))
+        self._ways = Ways(config, None, make, tokenizer, load_tools(multi_turn, START))
         self._verifiers = Verifiers.of_run(config)
 
     async def check(self, trace: Trace, finish: Any = None) -> Checked:

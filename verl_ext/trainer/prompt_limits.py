@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_ext.datasets.prompts import PromptLengths
 from verl_ext.environments.by_name import shown_tools
 from verl_ext.environments.toolbox import load_tools, schemas_of
+from verl_ext.settings import registered_loops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +58,7 @@ def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", data
 
 def _lengths(config: DictConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptLengths:
     rollout = config.actor_rollout_ref.rollout
-    path = rollout.agent.get("agent_loop_config_path")
-    loops = {each.name: each.get("protocol") or "" for each in OmegaConf.load(path)} if path else {}
+    loops = {name: protocol or "" for name, protocol in registered_loops(config, Path.cwd()).items()}
     tools = load_tools(rollout.multi_turn, Path.cwd())
     of_files = {tool.name: schemas_of(tools)[tool.name] for tool in tools}
     kwargs = dict(config.data.get("apply_chat_template_kwargs") or {})
