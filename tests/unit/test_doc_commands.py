@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_ext.__main__ import COMMANDS
 from verl_ext.doctor.__main__ import main
 from verl_ext.settings import compose_run
 
@@ -44,7 +45,7 @@ def commands(page: Path) -> list[list[str]]:
                 while words and re.match(r"[A-Z_]+=", words[0]):
                     words.pop(0)
                 is_name = match["inline"] and len(words) == 2 + (words[1:2] == ["-m"])  # in a sentence, not to be typed
-                if len(words) > 1 and words[0] in ("python", ".venv/bin/python", "bash") and not is_name:
+                if len(words) > 1 and words[0] in ("python", ".venv/bin/python", "bash", "retool") and not is_name:
                     found.append([re.sub(r"\$\w+", "x", word) for word in words])
     return found
 
@@ -54,6 +55,8 @@ def target(words: list[str]) -> tuple[str, list[str]] | None:
     if words[0] == "bash":
         module, before = SHELL_FRONTS.get(words[1], (None, []))
         return module and (module, [*before, *words[2:]])
+    if words[0] == "retool":
+        return COMMANDS[words[1]][0], words[2:]
     if words[1] == "-m":
         return (words[2], words[3:]) if words[2].startswith(("verl_ext.", "scripts.")) else None
     return (words[1], words[2:]) if words[1].startswith(("scripts/", "data/")) else None
@@ -128,7 +131,7 @@ def test_the_pages_have_commands_to_test():
 def overrides_of(words: list[str]) -> tuple[str, list[str]] | None:
     """(run, overrides) of a launcher's or the doctor's command."""
     overrides = [OF_THE_READER.get(word, word) for word in words if re.match(r"[+~]{0,2}[a-z_.{},]+=", word)]
-    if words[:3] == ["python", "-m", "verl_ext.doctor"] and "--config-name" in words:
+    if words[:2] == ["retool", "doctor"] and "--config-name" in words:
         return words[words.index("--config-name") + 1], overrides
     launcher = re.fullmatch(r"recipe/retool/run_([\w-]+)\.sh", words[1])
     return (launcher[1], overrides) if launcher and overrides and launcher[1] != "NAME" else None
@@ -151,7 +154,7 @@ def test_the_32b_block_makes_what_a_later_command_takes():
         "run_qwen2-32b_sft.sh",
         "latest_checkpointed",
     ]
-    steps += ["verl.model_merger", "sandbox.server", "verl_ext.doctor", "run_qwen2-32b_dapo.sh", "merge_and_eval.sh"]
+    steps += ["verl.model_merger", "retool sandbox", "retool doctor", "run_qwen2-32b_dapo.sh", "merge_and_eval.sh"]
     places = [block.index(step) for step in steps]
     assert places == sorted(places)
     made = set(re.findall(r"# .*?(data/\S+\.parquet)", block)) | set(re.findall(r", (data/\S+\.parquet)", block))
