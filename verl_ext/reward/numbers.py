@@ -50,5 +50,5 @@ def checked_reward(reward: Any, info: MutableMapping[str, Any] | None, sample: M
                 f"The reward of row {sample.get('index')} of data_source {str(sample.get('data_source', ''))!r} has "
                 f"{name}={given[name]!r:.200}, expected a finite number. Correct the reward function."
             )
-    info |= {name: number for name, number in found.items() if name in ("acc", "score") and name in info}
+    info.update({name: number for name, number in found.items() if name in ("acc", "score") and name in info})
     return found.get("reward")

@@ -90,24 +90,25 @@ class OpenAiEndpoint:
             raise RequestFailed(f"expected {expected} in the answer, got {str(answer)[:200]!r}") from error
 
     def _connect(self) -> Any:
-        import httpx
+        import httpx2  # as the client has it
         import openai
 
         timeout_s = self._timeout_s
+        left_out: dict[str, Any] = {name: openai.Omit() for name in ("OpenAI-Organization", "OpenAI-Project")}
 
         class Client(openai.DefaultAsyncHttpxClient):
-            async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-                """Make one attempt; httpx's own limit is per read, which a server that drips bytes never exceeds."""
+            async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+                """Make one attempt; httpx2's own limit is per read, which a server that drips bytes never exceeds."""
                 try:
                     async with asyncio.timeout(timeout_s):
                         return await super().send(request, **options)
                 except TimeoutError as error:
-                    raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
+                    raise httpx2.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
 
         return openai.AsyncOpenAI(
             base_url=self.url,
             api_key=self._api_key or "EMPTY",
-            default_headers={name: openai.Omit() for name in ("OpenAI-Organization", "OpenAI-Project")},
+            default_headers=left_out,
             timeout=self._timeout_s,
             max_retries=self.max_attempts - 1,
             http_client=Client(trust_env=False),

@@ -181,16 +181,17 @@ def _compare_notations(pred: str, gold: str) -> Comparison | None:
         one, other = read(pred), read(gold)
         if one and other or (one or other) and read is _read_clock:
             return Comparison((one or _read_ratio(pred)) == (other or _read_ratio(gold)), "notation")
-        if one or other:  # 29_{10} is 29
-            number, plain = (one, gold) if one else (other, pred)
+        if number := one or other:  # 29_{10} is 29
+            plain = gold if one else pred
             return Comparison(number[1] == "base 10" and number[0][0] == plain, "notation")
     return None
 
 
 def _read_based(text: str) -> tuple[list[str], str] | None:
     plain = re.sub(r"\\text(?![a-zA-Z])|^\\overline(?=\{\w+\}\s*_)|[(){}\[\]]", "", text)
-    match = _BASED.fullmatch(plain.strip())
-    base = BASES.get(match[3].lower(), match[3]) if match else ""
+    if not (match := _BASED.fullmatch(plain.strip())):
+        return None
+    base = BASES.get(match[3].lower(), match[3])
     if not str(base).isdigit() or not 2 <= int(base) <= 36 or not any(map(str.isdigit, match[2])):
         return None
     if any(int(digit, 36) >= int(base) for digit in match[2] if digit != "."):

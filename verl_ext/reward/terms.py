@@ -31,8 +31,8 @@ class TermSettings:
     range: list = key((-1.0, 1.0))
 
     def __post_init__(self) -> None:
-        ends = [finite(end) for end in self.range]
-        if len(ends) != 2 or None in ends or not ends[0] < ends[1]:
+        ends = [end for each in self.range if (end := finite(each)) is not None]
+        if not (len(self.range) == len(ends) == 2 and ends[0] < ends[1]):
             raise ValueError(f"the range of {self.path} is {list(self.range)}: expected [lowest, highest]")
 
 
@@ -42,7 +42,7 @@ class Term:
 
     name: str
     path: str
-    function: Callable[[Episode, Mapping[str, Any]], float]
+    function: Callable[[Episode, Mapping[str, Any]], object]
     weight: float
     low: float
     high: float
@@ -80,9 +80,9 @@ def read_terms(table: Mapping[str, Any] | None) -> tuple[Term, ...]:
         where = f"{WHERE}.{name}"
         if not str(name).isidentifier() or name in BUILT_IN:
             raise ValueError(f"{where}: expected a name of letters, digits and _ that is not {', '.join(BUILT_IN)}.")
-        row = {"path": row} if isinstance(row, str) else row
-        check(row, TermSettings, where)
-        settings = TermSettings(**row)
+        given: Mapping[str, Any] = {"path": row} if isinstance(row, str) else row
+        check(given, TermSettings, where)
+        settings = TermSettings(**given)
         try:
             function = load_object(settings.path)
         except Exception as error:  # whatever the file raises

@@ -6,6 +6,7 @@ Only symbolic_worker.py uses this module, by path, in a process that can be kill
 
 import random
 import re
+from typing import cast
 
 import sympy
 from latex2sympy2_extended import latex2sympy
@@ -37,10 +38,11 @@ def is_equal(pred_latex: str | None, gold_latex: str) -> bool:
     if isinstance(pred, sympy.Eq) != isinstance(gold, sympy.Eq):
         return False
     if is_series(pred) or is_series(gold):
-        if all(isinstance(side, sympy.Expr) for side in (pred, gold)) and (pred - gold).is_zero is False:
+        if isinstance(pred, sympy.Expr) and isinstance(gold, sympy.Expr) and (pred - gold).is_zero is False:
             return False  # verify compares six digits
         return verify(gold, pred, timeout_seconds=None)
-    if isinstance(pred, sympy.Eq) and all(isinstance(s, sympy.Expr) for s in (*pred.args, *gold.args)):
+    sides = (*pred.args, *gold.args) if isinstance(pred, sympy.Eq) and isinstance(gold, sympy.Eq) else ()
+    if sides and all(isinstance(side, sympy.Expr) for side in sides):
         return same_equation(pred, gold)
     elif isinstance(pred, sympy.Expr) and isinstance(gold, sympy.Expr):
         decided = same_value(pred, gold)
@@ -61,9 +63,10 @@ def fraction(decimal: re.Match) -> str:
     return f"{{{text}}}" if before in ("^", "_") or before.isalpha() else text
 
 
-def parse(latex: str):
+def parse(latex: str) -> sympy.Basic:
     latex = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varrho ", latex)  # the letter, which the parser takes for a function
     expression = latex2sympy(re.sub(r"(\d*)\.(\d+)", fraction, latex), conversion_config=CONVERSION)
+    expression = cast(sympy.Basic, expression)  # whatever else it is has no `subs`, which ends the comparison
     return expression if is_series(expression) else expression.subs(sympy.Symbol("i"), sympy.I)
 
 
@@ -105,14 +108,15 @@ def digits_of(*expressions) -> int:
     """
     digits, nodes = 0.0, set().union(*(sympy.preorder_traversal(each) for each in expressions))
     for node in nodes:
-        if node.is_Rational:
+        if isinstance(node, sympy.Rational):
             length = max(node.p.bit_length(), node.q.bit_length()) / 3.3
             digits += 2 * length * (length > ORDINARY_DIGITS)
         elif isinstance(node, (sympy.Pow, sympy.exp, *STEEP)) and node.args[-1].is_number:
             plain = not isinstance(node, sympy.Pow) or node.base.is_Rational or node.base.free_symbols
-            if plain and node.args[-1].is_Rational and abs(node.args[-1]) <= ORDINARY_POWER:
+            exponent = node.args[-1]
+            if plain and isinstance(exponent, sympy.Rational) and abs(exponent) <= ORDINARY_POWER:
                 continue
-            size = abs(sympy.N(node.args[-1], 5))
+            size = abs(sympy.N(exponent, 5))
             base = abs(sympy.N(node.base, 5)) if isinstance(node, sympy.Pow) and node.base.is_number else 3
             power = size * max(abs(sympy.log(base, 10).evalf(5)), 0.1) if base else sympy.Integer(0)
             digits += 2 * float(power) if power.is_finite and power > ORDINARY_POWER else 0.0

@@ -59,18 +59,19 @@ def intervals_of(text: str) -> tuple[str, str] | None:
         texts = parts if len(parts) > 1 else split_top_level(alternative)
         excluded = [exclusions_of(part) if r"\ne" in part else None for part in texts]
         holes = [hole for hole in excluded if hole]
-        conditions = [_bounds_of(part) for part, hole in zip(texts, excluded, strict=True) if not hole]
-        if None in conditions or not conditions:
+        read = [_bounds_of(part) for part, hole in zip(texts, excluded, strict=True) if not hole]
+        conditions = [each for each in read if each]
+        if not conditions or len(conditions) < len(read):
             return None
         variables |= {condition.variable for condition in conditions} | {variable for variable, _ in holes}
         conditions = [each for each in conditions if not each.is_any_number] or conditions[:1]
         both = _both(conditions)
         low, high = (_read_end(both.low), _read_end(both.high)) if both else (None, None)
-        bounded = len(conditions) == 2 and None not in (low, high) and low < high
+        bounded = len(conditions) == 2 and low is not None and high is not None and low < high
         if len(conditions) > 1 and (len(parts) > 1 or bounded or holes):
+            if both is None:
+                return None
             conditions = [both]
-        if None in conditions:
-            return None
         if holes:
             points = [each[2:-2] for _, each in holes]
             pieces, whole = _without(conditions[0], points), _without(conditions[0], [])
@@ -87,9 +88,10 @@ def intervals_of(text: str) -> tuple[str, str] | None:
 
 def _without(interval: "_Bounds", points: list[str]) -> list[str] | None:
     """Return the interval without some points, as intervals; None if its ends or the points are not all rational."""
-    numbers = {_read_end(text): text for text in points}
+    ends = {text: _read_end(text) for text in points}
+    numbers = {number: text for text, number in ends.items() if number is not None}
     low, high = _read_end(interval.low), _read_end(interval.high)
-    if None in numbers or low is None or high is None:
+    if None in ends.values() or low is None or high is None:
         return None
     opening, start, closing, pieces = interval.opening, interval.low, interval.closing, []
     for number, text in sorted(numbers.items()):
@@ -123,7 +125,7 @@ def _bounds_of(part: str) -> _Bounds | None:
     if not signs:
         if inside := _MEMBER.fullmatch(part):
             ends = split_top_level(inside[3])
-            return _Bounds(inside[1], inside[2], *ends, inside[4]) if len(ends) == 2 else None
+            return _Bounds(inside[1], inside[2], ends[0], ends[1], inside[4]) if len(ends) == 2 else None
         if real := _IN_REALS.fullmatch(part):
             return _Bounds(real[1], "(", r"-\infty", r"\infty", ")")
         point = re.fullmatch(r"([a-zA-Z])\s*=([^=]+)", part)
@@ -188,7 +190,7 @@ def _all_but(text: str) -> tuple[str, str] | None:
         return found
     interval = intervals_of(text) if RELATION.search(text) else None
     outside = exclusions_of(interval[1]) if interval else None
-    return (interval[0], outside[1]) if outside else None
+    return (interval[0], outside[1]) if interval and outside else None
 
 
 def _excluded_by(text: str) -> tuple[str, str] | None:
@@ -225,16 +227,16 @@ def same_notation(pred: str, gold: str) -> tuple[str, str]:
     solves. Anything else comes back with commas for "and" and "or": `x < 3` against `y < 3`, or against the number 3.
     """
     pred, gold = condition_of(pred), condition_of(gold)
-    excluded = _all_but(pred), _all_but(gold)
-    if all(excluded) and (excluded[0][0] == excluded[1][0] or not all(variable for variable, _ in excluded)):
-        return excluded[0][1], excluded[1][1]
-    read = [intervals_of(side) if RELATION.search(side) else None for side in (pred, gold)]
-    if all(read):
-        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (_listed(pred), _listed(gold))
-    if read[0] and (_is_absolute(gold, read[0][0]) or is_set(gold) and not RELATION.search(gold)):
-        return read[0][1], gold
-    if read[1] and (_is_absolute(pred, read[1][0]) or is_set(pred) and not RELATION.search(pred)):
-        return pred, read[1][1]
+    one, other = _all_but(pred), _all_but(gold)
+    if one and other and (one[0] == other[0] or not (one[0] and other[0])):
+        return one[1], other[1]
+    one, other = (intervals_of(side) if RELATION.search(side) else None for side in (pred, gold))
+    if one and other:
+        return (one[1], other[1]) if one[0] == other[0] else (_listed(pred), _listed(gold))
+    if one and (_is_absolute(gold, one[0]) or is_set(gold) and not RELATION.search(gold)):
+        return one[1], gold
+    if other and (_is_absolute(pred, other[0]) or is_set(pred) and not RELATION.search(pred)):
+        return pred, other[1]
     both = {sign for side in (pred, gold) for sign in (r"\lor", r"\land") if sign in side}
     return _listed(pred), gold if len(both) > 1 else _listed(gold)  # x>1 or y>1 is not x>1 and y>1
 

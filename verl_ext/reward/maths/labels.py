@@ -115,8 +115,9 @@ def _common_label(text: str, trusted: bool) -> tuple[str, str] | None:
 
 def split_indexed(text: str, label: str) -> tuple[str, str] | None:
     """Read `x_1=2, x_2=3` as the values of `x`, each index once; None for anything else."""
-    found = [re.fullmatch(r"(.*?)\s*_\s*\{?\s*(\d)\s*\}?\s*=([^=]+)", part) for part in split_top_level(text)]
-    if len(found) < 2 or None in found or {key(each[1]) for each in found} != {key(label)}:
+    read = [re.fullmatch(r"(.*?)\s*_\s*\{?\s*(\d)\s*\}?\s*=([^=]+)", part) for part in split_top_level(text)]
+    found = [each for each in read if each]
+    if len(read) < 2 or len(found) < len(read) or {key(each[1]) for each in found} != {key(label)}:
         return None
     indices = {each[2] for each in found}
     return (label, ",".join(each[3].strip() for each in found)) if len(indices) == len(found) else None

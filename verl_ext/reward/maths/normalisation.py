@@ -218,7 +218,7 @@ def _degrees_as_radians(text: str) -> str:
 
 def _argument_end(text: str, start: int) -> int:
     """Return where an argument without a bracket ends; a degree sign inside braces or a bracket does not end it."""
-    longest = _ARGUMENT.match(text, start).end()
+    longest = argument.end() if (argument := _ARGUMENT.match(text, start)) else start
     for unit in _DEGREES.finditer(text, start, longest):
         before = text[start : unit.start()]
         if before.count("{") == before.count("}") and before.count("(") == before.count(")"):

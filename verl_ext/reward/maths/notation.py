@@ -67,7 +67,7 @@ def _has_prose(text: str) -> bool:
 
 class _Writer:
     def __init__(self, text: str):
-        self._tokens = _TOKEN.findall(text)
+        self._tokens: list[str] = _TOKEN.findall(text)
         self._symbols = {} if any(token in _SYMBOLS for token in self._tokens) and _has_prose(text) else _SYMBOLS
         self._end_of: dict[int, int] = {}  # index of an opening bracket -> of its closing one
         opened: list[int] = []

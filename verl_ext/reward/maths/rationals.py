@@ -85,7 +85,7 @@ def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Set[str] =
     try:
         tokens, end = _tokenise(text)
         if text[end:] and tokens and tokens[-1] in ("(", "/"):  # 5 (cm), 5/day
-            tokens, end = tokens[:-1], text.rindex(tokens[-1], 0, end)
+            tokens, end = tokens[:-1], text.rindex(str(tokens[-1]), 0, end)
         percent = text[end : end + 1] == "%"
         words = text[end + percent :]
         if words and not (tokens and _WORDS.match(words)):

@@ -3,7 +3,6 @@
 Parts that are not themselves made of parts go to a `compare_values` given by the caller (score.py).
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -211,14 +210,14 @@ def _exact_side(text: str) -> tuple[str, list[str]]:
 def _is_rounding(exact: str, rounded: str, compare_values: CompareValues) -> bool:
     """Return whether a decimal is an exact value, rounded or cut off at its last digit; tuples go part by part."""
     exact = split_label(exact)[1]
-    parts = split_parts(exact), split_parts(rounded)
-    if None not in parts:
-        pairs = zip(parts[0].items, parts[1].items, strict=False)
-        same = parts[0].kind == parts[1].kind and len(parts[0].items) == len(parts[1].items) <= MAX_PARTS
+    whole, cut = split_parts(exact), split_parts(rounded)
+    if whole is not None and cut is not None:
+        pairs = zip(whole.items, cut.items, strict=False)
+        same = whole.kind == cut.kind and len(whole.items) == len(cut.items) <= MAX_PARTS
         return same and all(_is_rounding(one, other, compare_values) for one, other in pairs)
     decimal = _DECIMAL.match(rounded)
     approximation = quantity_or_none(rounded, MAX_FACTOR_BITS) if decimal else None
-    if approximation is None or approximation.calculated:
+    if decimal is None or approximation is None or approximation.calculated:
         return False
     places = len(decimal["places"] or "") - int(decimal["power"] or 0)
     if (value := quantity_or_none(exact)) is not None:
@@ -314,10 +313,10 @@ def _times(factor: str, cells: list[str]) -> list[str]:
     return [_product(factor, cell, number, _number(cell) if number is not None else None) for cell in cells]
 
 
-def _product(factor: str, cell: str, *numbers: Fraction | None) -> str:
-    if None in numbers:
+def _product(factor: str, cell: str, one: Fraction | None, other: Fraction | None) -> str:
+    if one is None or other is None:
         return rf"({factor})\cdot ({cell})"
-    value = math.prod(numbers)
+    value = one * other
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 

@@ -110,7 +110,7 @@ class SymbolicPool:
         answer = self._slow.ask(request)
         if answer is None and self._slow.ask(dict(zip(("pred", "gold"), CONTROL, strict=True))) != {"equal": True}:
             raise _WorkersLost
-        return answer and answer["equal"]
+        return answer["equal"] if answer else None
 
     def forget(self) -> None:
         """Start without workers and leave any untouched: a forked child must not share its parent's."""

@@ -92,6 +92,7 @@ def die_with(parent: int) -> None:
 def load():
     """Import algebra.py, and with it sympy and math-verify (0.5 s); return its `is_equal`."""
     spec = importlib.util.spec_from_file_location("algebra", Path(__file__).with_name("algebra.py"))
+    assert spec and spec.loader  # as the file's name ends in .py
     algebra = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(algebra)
     logging.disable(logging.CRITICAL)

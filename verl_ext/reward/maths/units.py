@@ -239,8 +239,8 @@ def _read_pieces(text: str) -> list[str] | None:
 
 
 def _split_chinese(word: str) -> list[str]:
-    magnitudes = re.match("[十百千万亿兆]*", word)[0]
-    return [*magnitudes, *([word[len(magnitudes) :]] if word[len(magnitudes) :] else [])]
+    rest = word.lstrip("十百千万亿兆")
+    return [*word[: len(word) - len(rest)], *([rest] if rest else [])]
 
 
 class _Grammar:

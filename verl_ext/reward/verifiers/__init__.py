@@ -60,6 +60,7 @@ class Verifier(Protocol):
                 model. An infrastructure failure (a server, say) raises nothing and gives the verdict "unknown". A
                 failure that the response itself causes is neither: see `verify_response`.
         """
+        ...
 
 
 def problem_text(sample: Mapping[str, Any]) -> str:

@@ -177,7 +177,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
         num_placeholders <= sum(_count(r"\[.*?\]", line[: line.rfind("]") + 1]) for line in response.split("\n"))
     ),
     "detectable_content:postscript": lambda response, postscript_marker: bool(
-        re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), response.lower())
+        re.search(POSTSCRIPTS.get(postscript_marker) or re.escape(postscript_marker.lower()), response.lower())
     ),
     # Exactly this many lines begin with `*` (but not `**`) or `-`.
     "detectable_format:number_bullet_lists": lambda response, num_bullets: (

@@ -161,7 +161,7 @@ class _Compiler(ast.NodeTransformer):
                 names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
                 yield from (name for name, arg in zip(names, node.args, strict=False) if self._is_program(arg))
 
-    def _is_program(self, node: ast.AST) -> bool:
+    def _is_program(self, node: ast.AST | None) -> bool:
         """Return whether an expression is a function of the program: `f`, `Solution().f` or a parameter."""
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
             made = node.value
@@ -276,7 +276,7 @@ class _Compiler(ast.NodeTransformer):
             _refuse(node, f"uses {node.attr!r} of what the program returned")
         return node
 
-    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
+    def visit_Lambda(self, node: ast.expr) -> ast.expr:
         calls, self._calls = self._calls, None
         self.generic_visit(node)
         self._calls = calls
