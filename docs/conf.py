@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 
 project = "verl-retool"
 author = "verl-retool contributors"
-copyright = f"2026, {author}"  # noqa: A001  Sphinx's name
+copyright = f"2026, {author}"  # Sphinx's name
 html_title = project
 
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon", "sphinx_llms_txt"]
@@ -76,7 +76,7 @@ def as_rst(app: Sphinx, what: str, name: str, obj: object, options: object, line
         before = written[-1] if written else ""
         is_deeper = before.strip() and indent > len(before) - len(before.lstrip()) and not before.rstrip().endswith(":")
         is_item = before.strip() and line.lstrip().startswith("- ") and not before.lstrip().startswith("- ")
-        written += [""] if is_deeper and indent >= 4 and not SECTION_BODY.search(before) or is_item else []
+        written += [""] if (is_deeper and indent >= 4 and not SECTION_BODY.search(before)) or is_item else []
         written.append("`".join(parts))
     lines[:] = written
 

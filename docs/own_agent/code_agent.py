@@ -15,7 +15,7 @@ async def solve(task, endpoint):
         )
         choice = answer.choices[0]
         text += choice.message.content
-        before, start, code = choice.message.content.rpartition("<code>")
+        _before, start, code = choice.message.content.rpartition("<code>")
         if choice.stop_reason != "</code>" or not start or number == MAX_PROGRAMS:
             return
         result = await endpoint.call("code_interpreter", {"code": code.strip()})

@@ -1,6 +1,7 @@
 """Measure what a fault of chaos.py did to a run, from the run's own records."""
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -139,7 +140,7 @@ def longest_gap(run: Path, events: Iterable[float]) -> Stall:
     times = {step: data["timing_s/step"] for step, data in metrics.steps.items() if "timing_s/step" in data}
     usual = median([took for step, took in times.items() if step not in metrics.cold] or times.values())
     events = sorted(events)
-    longest = max((after - before for before, after in zip(events, events[1:], strict=False)), default=0.0)
+    longest = max((after - before for before, after in itertools.pairwise(events)), default=0.0)
     return Stall(max(0.0, longest - usual), usual)
 
 

@@ -10,6 +10,7 @@ environment, outputs/bench_vs_trl/venv (requirements/trl.txt, 1.5 GB). Prints a 
 below --out.
 """
 
+import itertools
 import json
 import shutil
 import statistics
@@ -178,7 +179,7 @@ def run_trl(
     )
     found = json.loads(figures.read_text())
     ends = [end - started for end in found["step_ends"]]
-    step_s = [end - start for start, end in zip(ends, ends[1:], strict=False)][WARM_UP - 1 :]
+    step_s = [end - start for start, end in itertools.pairwise(ends)][WARM_UP - 1 :]
     return {
         "first_step_s": ends[0],
         "step_s": statistics.median(step_s),

@@ -103,7 +103,8 @@ def run_next(stage: Stage, context: Context, left_s: float) -> Result:
         stage = replace(stage, limit_s=min(stage.limit_s, left_s))
         result = run_stage(stage, context, show=lambda row: print("  ", line_of(row), flush=True))
     print(
-        f"   {result.not_run and f'not run: {result.not_run}' or result.error or f'{result.seconds:.0f} s'}", flush=True
+        f"   {(result.not_run and f'not run: {result.not_run}') or result.error or f'{result.seconds:.0f} s'}",
+        flush=True,
     )
     return result
 

@@ -72,12 +72,14 @@ def check_fleet(context: Context) -> Iterator[Row]:
     config = compose(context)
     environment = {} if context.is_cuda else ENVIRONMENT
     start = time.monotonic()
-    with cluster(sys.executable, config, num_gpus=1, environment=environment):
-        with watched_fleet(config, context.folder, context.folder / "run") as fleet:
-            yield Row("a server, with its first weights", "", f"{time.monotonic() - start:.0f} s")
-            asyncio.run(turns(fleet, 1, at=(), act=None))  # compiles
-            yield from _updates(context, fleet, versions)
-            yield from _death(context, fleet, versions)
+    with (
+        cluster(sys.executable, config, num_gpus=1, environment=environment),
+        watched_fleet(config, context.folder, context.folder / "run") as fleet,
+    ):
+        yield Row("a server, with its first weights", "", f"{time.monotonic() - start:.0f} s")
+        asyncio.run(turns(fleet, 1, at=(), act=None))  # compiles
+        yield from _updates(context, fleet, versions)
+        yield from _death(context, fleet, versions)
 
 
 async def turns(fleet: Any, tokens: int, at: tuple[int, ...], act: Any) -> list[tuple[Any, list[tuple[int, int]]]]:

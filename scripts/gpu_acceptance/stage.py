@@ -1,5 +1,6 @@
 """What a stage is, what it finds, and running one in a separate process, so that nothing outlives it on the GPU."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -187,7 +188,5 @@ def _in_child(stage: Stage, context: Context, folder: Path, log: Path, sender) -
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

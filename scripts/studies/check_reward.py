@@ -106,7 +106,7 @@ def check_labelled(rows: list[dict[str, Any]], named: dict[str, str | None], *, 
         if written not in LABELS:
             raise ValueError(f"The label is {written!r}; expected one of {', '.join(LABELS)}.")
         label, gold, response = LABELS[written], str(row[columns["gold"]]), str(row[columns["response"]])
-        if label is None or not gold.strip() or boxed_only and extract_answer(response) is None:
+        if label is None or not gold.strip() or (boxed_only and extract_answer(response) is None):
             left_out["label left open" if label is None else "no gold" if not gold.strip() else "no box"] += 1
             continue
         score, verdict = judge(response, gold)

@@ -8,6 +8,7 @@ verl 0.9.1 logs under which name today. Source and licence of the published metr
 """
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -277,7 +278,7 @@ def _name(side: str, source: str) -> str:
 def _curve(name: str, metrics: Metrics, key: str, batch: Batch | None, align: str) -> Series | None:
     steps, values = metrics.curve(key)
     factor = 1 if align == "step" or batch is None else getattr(batch, align)
-    gaps = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
     points = held_out_source(key) is not None or max(gaps, default=0) > 20  # no line over steps that nobody logged
     return Series(name, [step * factor for step in steps], values, points) if steps else None
 

@@ -58,10 +58,7 @@ class Server:
         if self.is_paused or not self.admitted:
             return
         now, growth = self._rates()
-        if growth:
-            tokens = (math.sqrt(now**2 + 4 * growth * seconds) - now) / (2 * growth)
-        else:
-            tokens = seconds / now
+        tokens = (math.sqrt(now**2 + 4 * growth * seconds) - now) / (2 * growth) if growth else seconds / now
         tokens = min(tokens, self.admitted[0][0] - self.position)
         self.position += tokens
         self.context += tokens * len(self.admitted)

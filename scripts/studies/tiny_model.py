@@ -136,7 +136,7 @@ class TinyModel:
                 rollout.mask.append(int(is_own))
                 rollout.log_probs.append(log_prob)
                 said = reply(rollout) if is_own and token == stop else []
-                if said is None or len(said) >= limit - len(rollout.ids) or is_own and token == self.end:
+                if said is None or len(said) >= limit - len(rollout.ids) or (is_own and token == self.end):
                     ended.append(place)
                 else:
                     coming.extend(said)

@@ -62,12 +62,12 @@ def stop_in_save() -> None:
 
     def save_or_stop(data: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         name = Path(path).name if isinstance(path, str | os.PathLike) else ""
-        if MOMENT == "shard" and (found := re.fullmatch(r"optim_world_size_(\d+)_rank_(\d+)\.pt", name)):
-            if int(found[2]) == int(found[1]) - 1 and is_now():
-                whole = io.BytesIO()
-                save(data, whole)
-                Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
-                stop()
+        found = re.fullmatch(r"optim_world_size_(\d+)_rank_(\d+)\.pt", name)
+        if MOMENT == "shard" and found and int(found[2]) == int(found[1]) - 1 and is_now():
+            whole = io.BytesIO()
+            save(data, whole)
+            Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
+            stop()
         if MOMENT == "data" and name in ("data.pt", "data_1.pt") and is_now():
             if name == "data_1.pt":
                 wait_for_tracker(Path(path).parent)

@@ -67,7 +67,7 @@ def check_tokens(run: Any, rows: dict[EpisodeKey, dict], responses: dict[Episode
     """Check that ids, log-probs and advantages in the records, and on the viewer's page of a response, are those of the
     batch that the sampler gave to the trainer."""
     seen: dict[EpisodeKey, list[list]] = {}
-    for line in open(run.out / "tokens.jsonl"):
+    for line in (run.out / "tokens.jsonl").read_text().splitlines():
         seen |= {EpisodeKey.parse(key).original: values for key, values in json.loads(line).items()}
     for key, tokens in responses.items():
         ids, log_probs = seen[key]

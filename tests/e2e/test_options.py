@@ -115,7 +115,7 @@ def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_their_own_b
     rate_of = dict(zip((info["index"] for info in data["extra_info"]), data["pass_rate"], strict=True))
     assert len(rate_of) == len(data)
     problem_of = {record["uid"]: record["index"] for record in store.rows(run, columns=("uid", "index"))}
-    batches = [json.loads(line) for line in open(run / "batches.jsonl")]
+    batches = [json.loads(line) for line in (run / "batches.jsonl").read_text().splitlines()]
     assert len(batches) == 6
     sizes = Counter()
     for step, batch in enumerate(batches, 1):

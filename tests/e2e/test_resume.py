@@ -91,7 +91,7 @@ class Run:
     small: Path
     sandbox: str = ""
     starts: list[list[int]] = field(default_factory=list)  # steps that each start logged
-    home: Path = Path.home()
+    home: Path = field(default_factory=Path.home)
 
     def start(self, *overrides: str, **environment: str):
         if self.starts:
@@ -180,7 +180,7 @@ def test_sft_has_the_losses_of_an_uninterrupted_run(
     run.go_through(SFT_KILLS, mode)
     assert run.starts[0] == [1, 2, 3, 4, 5] and run.starts[-1] == [9, 10, 11, 12, 13, 14]
     there = [8, 12, 14] if mode == "moved" else [4, 8, 12, 14]  # only the newest checkpoint was moved, the second time
-    val = dict((step, data["val/loss"]) for step, data in read_metrics(run.out, lambda data: "val/loss" in data))
+    val = {step: data["val/loss"] for step, data in read_metrics(run.out, lambda data: "val/loss" in data)}
     best = max(there, key=val.__getitem__)
     assert checkpoints.whole_steps(run.out) == sorted({best, 14}), "the best and the last"
     assert mode == "moved" or best == 4, "of the first start"

@@ -56,9 +56,11 @@ def servers(folder: Path, number: int) -> Iterator[SimpleNamespace]:
     )
     # Real Pythons: a signal must hit an engine, not the executable that stands for it. A replacement has only the
     # GPUs of the server that died.
-    with cluster(sys.executable, config, num_gpus=number):
-        with watched_fleet(config, folder, folder / f"run of {number}") as fleet:
-            yield fleet
+    with (
+        cluster(sys.executable, config, num_gpus=number),
+        watched_fleet(config, folder, folder / f"run of {number}") as fleet,
+    ):
+        yield fleet
 
 
 async def until_written(handles: list[Any], tokens: int) -> None:

@@ -79,7 +79,7 @@ def check(out: Path, model: Path, metrics: dict, trained: list[tuple[int, dict]]
     ages = [step - 1 - version for step, row in trained for version in row["version"] if version is not None]
     dropped = sum(data["staleness/dropped"] for data in metrics.values())
     print(f"tau {tau}: {len(trained)} responses, ages {sorted(set(ages))}, dropped as too old {dropped:.0f}")
-    assert 0 <= min(ages) and max(ages) <= tau
+    assert min(ages) >= 0 and max(ages) <= tau
     assert max(ages) == tau, "nothing was as old as is allowed: tau was not tested"
     assert dropped, "nothing was too old: tau was not tested"
 

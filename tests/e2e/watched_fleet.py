@@ -1,5 +1,6 @@
 """Start watched rollout servers without a trainer, behind their config's router, and an actor that reads files."""
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -89,4 +90,4 @@ def gaps(seen: list[tuple[float, dict[str, int]]], request: str) -> list[float]:
         if written.get(request, 0) > before:
             times.append(at)
             before = written[request]
-    return sorted((b - a for a, b in zip(times, times[1:], strict=False)), reverse=True)
+    return sorted((b - a for a, b in itertools.pairwise(times)), reverse=True)

@@ -44,7 +44,8 @@ def launch(run: str, *args: str, cwd: Path, timeout_s: float = 60, **env: str) -
 
 
 def test_every_run_has_a_launcher_and_every_launcher_a_run():
-    assert RUNS == sorted(path.stem.removeprefix("run_") for path in (ROOT / "recipe" / "retool").glob("run_*.sh"))
+    launchers = (ROOT / "recipe" / "retool").glob("run_*.sh")
+    assert sorted(path.stem.removeprefix("run_") for path in launchers) == RUNS
 
 
 PRINT = ("--cfg", "job", "trainer.save_freq=7")

@@ -48,7 +48,7 @@ def test_check_passes_on_this_machine(checkout):
 
 
 @pytest.mark.parametrize(
-    "tool, script, expected",
+    ("tool", "script", "expected"),
     [
         ("git", None, "git was not found"),
         ("uname", "echo Darwin arm64", "this is Darwin arm64, and the pinned wheels are for Linux x86_64"),
@@ -76,7 +76,7 @@ def test_compiler_is_gcc_or_cc_or_what_CC_names(checkout):
     assert check(checkout, CC=str(checkout / "bin" / "git")).returncode == 0
 
 
-@pytest.mark.parametrize("driver_exit, here, other", [(0, "gpu", "cpu"), (9, "cpu", "gpu")])
+@pytest.mark.parametrize(("driver_exit", "here", "other"), [(0, "gpu", "cpu"), (9, "cpu", "gpu")])
 def test_setup_and_doctor_agree_on_the_hardware(driver_exit, here, other, checkout, monkeypatch):
     replace(checkout / "bin" / "nvidia-smi", f"exit {driver_exit}")
     replace(checkout / "bin" / "df", "echo h; echo / 9 9 99999999 9% /")

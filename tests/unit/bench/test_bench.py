@@ -84,7 +84,7 @@ def test_trl_has_the_batch_of_the_small_run(tmp_path, monkeypatch, capsys):
 
     prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small"])
     script.main()
-    ours, trl, static = Launched.commands
+    ours, _trl, static = Launched.commands
     assert ours[1].endswith("run_smollm2_dapo.sh") and static[1] == ours[1]
     assert [command[-1] == "algorithm.filter_groups.enable=false" for command in (ours, static)] == [False, True]
     (sizes,) = Launched.sizes

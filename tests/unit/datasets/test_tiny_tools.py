@@ -54,7 +54,7 @@ def test_answers_and_formulas_are_right(tiny_tools, split):
     kinds = set()
     for _ in range(300):
         problem = tiny_tools.task.make_problem(rng, split=split)
-        kind, numbers, extra, answer = solve(problem.question)
+        kind, _numbers, _extra, answer = solve(problem.question)
         kinds.add(kind)
         assert str(answer) == problem.answer == str(eval(problem.expression))
         assert problem.expression not in problem.wrong
@@ -115,7 +115,7 @@ def test_a_trace_has_retools_roles_and_ends_in_a_box(tiny_tools, kind, calls):
         right += boxed == problem.answer
         if kind not in ("mental", "give_up"):
             assert trace[-2]["content"] == boxed  # copied from the interpreter
-    assert right == 40 or kind == "wrong_formula" and right < 10  # a wrong formula may hit by chance
+    assert right == 40 or (kind == "wrong_formula" and right < 10)  # a wrong formula may hit by chance
 
 
 @pytest.mark.parametrize("kind", ["mental", "tool", "wrong_formula", "repair", "give_up"])

@@ -137,8 +137,8 @@ def test_a_fold_is_read_and_what_is_wrong_in_it_counted(tmp_path, capsys):
     ]
     assert [w.answer for w in dev] == ["0.625"]
     assert "train-1: the program prints 16, but the answer is 15" in capsys.readouterr().out
+    (tmp_path / "dev.csv").write_text("Question\nx\n")
     with pytest.raises(DataError, match="dev.csv, row 0: no Numbers, Equation, Answer"):
-        (tmp_path / "dev.csv").write_text("Question\nx\n")
         read_fold(tmp_path)
     for numbers, seen in (("8.0 x", "row 0: .*'x'"), ("8.0", "row 0: list index"), ("1/0 2", "row 0: Fraction")):
         row = f"Ann has number0 pens and number1 .,{numbers},+ number0 number1,9\n"

@@ -50,7 +50,7 @@ def stack(roll_out, tokenizer, tmp_path):
         ids = [tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] for text in turns]
         settings = {"protocol": "hermes", "response_length": 600, "max_tool_calls": 9, "environment": entry} | settings
         settings = json.loads(json.dumps(settings).replace("STACK", f"{file}:Stack"))
-        episode, server, sandbox = roll_out(tokenizer, ids, **settings)
+        episode, server, _sandbox = roll_out(tokenizer, ids, **settings)
         return episode, "".join(turn.reply.text for turn in episode.turns if turn.reply), server
 
     run.entry = f"{file}:Stack"
@@ -127,7 +127,7 @@ def test_the_code_protocol_refuses_an_environment_whose_tools_it_cannot_call(sta
 def test_each_domain_has_its_environment_and_limits(stack):
     domains = {"piles": {"environment": "STACK", "max_tool_calls": 1}, "others": {}}
     of = {"prompt": {"data_source": "piles"}, "entry": "python"}
-    episode, told, _ = stack(push(3), push(4), domains=domains, **of)
+    episode, _told, _ = stack(push(3), push(4), domains=domains, **of)
     assert episode.finish_reason == "max_turns" and episode.use.ok == 1
 
 

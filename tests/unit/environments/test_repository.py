@@ -295,7 +295,7 @@ SEARCHES = (
 
 @pytest.mark.nightly
 def test_the_fix_is_nowhere_in_the_box(made, box_server):
-    row, _, repo = made
+    _row, _, repo = made
     secrets = git.git("rev-list", "--objects", "HEAD", "^HEAD~1", cwd=repo).decode().split()
     names = [each for each in secrets if len(each) == 40]
     assert len(names) == 6

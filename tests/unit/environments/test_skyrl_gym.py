@@ -96,7 +96,7 @@ def test_each_turn_is_a_step_and_the_last_reward_is_the_score(guess, roll_out, t
     ids = [tokenizer.encode(turn, add_special_tokens=False) + [tokenizer.eos_token_id] for turn in ("3", "9", "7")]
     entry = {"name": "skyrl_gym", "env": guess.entry, "config": {"most": 10}, "success": 2.1}
     settings = {"protocol": "hermes", "response_length": 400, "environment": entry}
-    episode, server, _ = roll_out(tokenizer, ids, prompt=TASK, **settings)
+    episode, _server, _ = roll_out(tokenizer, ids, prompt=TASK, **settings)
     assert "Guess. It is at most 10." in tokenizer.decode(episode.row.prompt_ids)
     text = tokenizer.decode(episode.row.ids)
     assert text.count("<|im_start|>user\n") == 2 and text.index("too small") < text.index("too large")

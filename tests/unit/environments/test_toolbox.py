@@ -169,7 +169,7 @@ def test_a_tool_that_hangs_holds_no_rollout_and_a_url_of_the_model_makes_it_its_
         lambda what: 1 / 0,
         lambda what: int("twelve"),
         lambda what: what.answer,
-        lambda what: open("/no/such/folder/of/the/tool.json"),
+        lambda what: Path("/no/such/folder/of/the/tool.json").read_text(),
         fails(FileNotFoundError("no data")),
         fails(PermissionError(errno.EACCES, "Permission denied", "/etc/shadow")),
         lambda what: None,

@@ -139,10 +139,14 @@ async def test_the_template_names_what_the_simulated_user_knows(simulator, monke
 )
 async def test_settings_and_rows_that_cannot_be_used_are_refused(settings, row, message):
     entry = {"name": "user", "base_url": "http://127.0.0.1:1/v1"} | settings
-    with pytest.raises(ValueError, match=message):
+
+    async def begin() -> None:
         environments = Environments(entry, None)
         assert row, "the settings alone were to be refused"
         await environments.make().open(row)
+
+    with pytest.raises(ValueError, match=message):
+        await begin()
 
 
 # What the model can write --------------------------------------------------------------------------------------------

@@ -177,11 +177,7 @@ def test_merge_and_eval_hands_its_arguments_on(tmp_path):
     python.chmod(0o755)
     done = script("run dir", "--n", "4", "retool.protocol=hermes", PYTHON=str(python), PYTHONPATH="/other")
     command = ["-m", "verl_ext.evaluation", "--checkpoint", "run dir"]
-    assert done.stdout.splitlines() == ["/", f"{REPO}:/other", *command] + [
-        "--n",
-        "4",
-        "retool.protocol=hermes",
-    ]
+    assert done.stdout.splitlines() == ["/", f"{REPO}:/other", *command, "--n", "4", "retool.protocol=hermes"]
 
 
 def test_merge_and_eval_explains_itself():

@@ -74,7 +74,7 @@ def test_a_run_is_evaluated_by_its_last_validation(tmp_path):
         write(tmp_path, [*(row(name, 0, acc) for name, acc in zip("abc", accs, strict=True)), raised], step=step)
         for step, accs in sides.items()
     )
-    result, text = make_result(tmp_path, compared_with=before, draws=100)
+    result, _text = make_result(tmp_path, compared_with=before, draws=100)
     assert result["samples"]["file"] == str(last) and "settings" not in result
     assert (result["samples"]["judged"], result["samples"]["unverified"]) == (3, 1)
     assert result["figures"]["mine"]["metrics"]["acc/mean@k"]["value"] == 1.0

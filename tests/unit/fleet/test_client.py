@@ -75,7 +75,7 @@ def ask(cpu_platform, monkeypatch):
 def test_a_turn_continues_elsewhere_with_its_tokens_log_probs_and_versions(ask, monkeypatch):
     first, second = Server(3, dies_after=5), Server(4)
     monkeypatch.setattr("random.choice", lambda names: names[0])
-    output, turn, balancer = ask({"a": first, "b": second})
+    output, turn, _balancer = ask({"a": first, "b": second})
     assert output.token_ids == TEXT[:8] and output.log_probs == [-float(each) for each in TEXT[:8]]
     assert turn.written == [(5, 3), (3, 4)] and turn.lost == ["a"]
     assert first.asked == [([1], 8)] and second.asked == [([1, *TEXT[:5]], 3)]

@@ -154,11 +154,10 @@ def test_commands_are_obeyed_while_the_run_continues_and_failures_are_reported(w
 
 def test_a_command_that_waits_for_an_update_delays_no_other(world, tmp_path):
     world.may_leave.set()
-    with world.members.obeying(tmp_path):
-        with world.members.weights_change():
-            with pytest.raises(commands.NoAnswer, match="did not answer"):
-                commands.ask(tmp_path, ["remove", "0"], answer_s=0.2)
-            assert [row["server"] for row in commands.ask(tmp_path, ["list"], answer_s=30)] == [0, 1]
+    with world.members.obeying(tmp_path), world.members.weights_change():
+        with pytest.raises(commands.NoAnswer, match="did not answer"):
+            commands.ask(tmp_path, ["remove", "0"], answer_s=0.2)
+        assert [row["server"] for row in commands.ask(tmp_path, ["list"], answer_s=30)] == [0, 1]
     wait_until(lambda: [*states(world)] == [1])  # done after the update, although nobody waits
 
 

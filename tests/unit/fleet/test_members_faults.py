@@ -77,7 +77,7 @@ def test_a_server_stays_if_the_router_does_not_answer(world):
 
 
 def test_the_only_server_that_answers_stays(world):
-    silent, well = world.checkpoints.replicas
+    silent, _well = world.checkpoints.replicas
     world.checkpoints.suspected = {silent}
     assert refused(world.members.remove, 1).startswith("Server 1 is the only one that answers")
     world.may_leave.set()

@@ -181,7 +181,8 @@ def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, 
     made.fleet.watch()
     wait_until(lambda: made.weights.check() or made.weights.pulse.rounds > 20)  # it continues without a complaint
     all_servers, hangs = made.balancer.get_all_servers, threading.Event()
-    made.balancer.get_all_servers = lambda: hangs.set() or is_over.wait(30) and all_servers()  # holds the thread's loop
+    # It holds the thread's loop.
+    made.balancer.get_all_servers = lambda: hangs.set() or (is_over.wait(30) and all_servers())
     assert hangs.wait(10)
     monkeypatch.setattr(transfer, "UNWATCHED_S", 0.3)
     with pytest.raises(RuntimeError, match=r"has not finished a round for \d+ s \(is the Ray head gone\?\)"):

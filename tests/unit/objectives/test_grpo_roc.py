@@ -32,7 +32,7 @@ def test_the_paper_draws_clean_right_ones_and_any_wrong_ones():
 
 
 @pytest.mark.parametrize(
-    "right,kept_right",
+    ("right", "kept_right"),
     [(0, 0), (1, 1), (2, 1), (4, 2), (7, 3), (8, 4)],  # of 8, of which 4 are kept; at least one of each kind
 )
 @pytest.mark.parametrize("rule", ["paper", "code"])

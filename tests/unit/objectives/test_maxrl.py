@@ -9,7 +9,7 @@ from verl_ext.objectives.maxrl import maxrl
 
 
 @pytest.mark.parametrize(
-    "rewards,expected",
+    ("rewards", "expected"),
     [
         ([1.0, -1.0, -1.0, -1.0], [3.0, -1.0, -1.0, -1.0]),  # mean 1/4: (1 - 1/4) / (1/4) = 3, (0 - 1/4) / (1/4) = -1
         ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # the same with rewards of 0 and 1

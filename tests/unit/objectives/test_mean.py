@@ -11,7 +11,7 @@ MASK = torch.tensor([[True, False, False], [True, True, True]])
 
 
 @pytest.mark.parametrize(
-    "mode,scale,expected",
+    ("mode", "scale", "expected"),
     [
         ("token-mean", None, 0.5),  # -(1 - 3) / 4
         ("seq-mean-token-mean", None, 0.0),  # -(1 - 1) / 2
@@ -54,7 +54,7 @@ def test_units_by_hand():
 
 @pytest.mark.parametrize("unit", ["batch", "group"])
 @pytest.mark.parametrize("split", [[8], [4, 4], [1, 2, 3, 2]])
-@pytest.mark.parametrize("micro,ranks", [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (3, 1), (2, 2)])
 def test_a_unit_is_exact_however_the_batch_is_split(unit, split, micro, ranks):
     """The mean over the updates is the paper's mean over the batch, wherever mini- and micro-batches and ranks end."""
     generator = torch.Generator().manual_seed(3)
@@ -83,7 +83,7 @@ def test_a_unit_is_exact_however_the_batch_is_split(unit, split, micro, ranks):
 
 
 @pytest.mark.parametrize(
-    "settings,word",
+    ("settings", "word"),
     [
         ({"mode": "token-sum"}, "token-mean"),
         ({"mode": "token-mean", "unit": "prompt"}, "mini_batch"),

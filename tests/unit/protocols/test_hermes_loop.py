@@ -243,7 +243,7 @@ def test_tokens_stay_true_for_any_model_tools_and_budget(
     turns.append(([20] * response_length, "completed", {}))
     turns += turns[-1:] * 8
     max_tool_calls, max_malformed_calls, max_tool_response_tokens, run_last_code, max_parallel_calls = limits
-    episode, server, sandbox = roll_out(
+    episode, server, _sandbox = roll_out(
         tokenizer,
         turns,
         outputs,

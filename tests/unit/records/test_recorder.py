@@ -344,7 +344,7 @@ def test_what_waits_at_the_newest_checkpoint_outlives_the_files_of_its_step(tmp_
     resumed = Recorder(tmp_path, SETTINGS)
     resumed.resume(1)
     resumed.end_step(Fates(2, {"open": TRAINED}, {}), 0.0)
-    assert resumed.lost == 0 and {key for key in outcomes(tmp_path, 2)} == {"open_0", "open_1"}
+    assert resumed.lost == 0 and set(outcomes(tmp_path, 2)) == {"open_0", "open_1"}
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_braces_in_a_data_source_are_its_name(folder):
         for side, right in (("before", 0), ("after", 1)):
             rows = [row(f"p{i}", right, source=source if i % 2 else "tiny_tools") for i in range(16)]
             write(folder / "eval" / side, rows)
-        text, page, summary = written(folder)
+        _text, page, summary = written(folder)
         assert f"accuracy on {source} rose from 0.0% to 100.0%" in summary["improved"] and source in unescape(page)
 
 
@@ -176,7 +176,7 @@ def test_verdict_says_what_the_interval_allows(folder, right_before, right_after
 
 def test_one_sided_evaluation_is_reported_as_such(folder):
     write(folder / "eval" / "before", [row("a", 1), row("b", 0)])
-    text, page, summary = written(folder)
+    _text, page, summary = written(folder)
     assert summary["verdict"].startswith("Accuracy before RL is 50.0% [")
     assert summary["headline"]["after"] is None and summary["headline"]["difference"] is None
     assert "evaluation after RL" in summary["missing"]
@@ -185,7 +185,7 @@ def test_one_sided_evaluation_is_reported_as_such(folder):
 
 def test_an_evaluation_without_a_verdict_says_so(folder):
     write(folder / "eval" / "after", [row("a", 0, failed=1)])
-    text, page, summary = written(folder)
+    _text, _page, summary = written(folder)
     assert summary["verdict"].startswith("No sample could be judged")
 
 

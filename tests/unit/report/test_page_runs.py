@@ -102,7 +102,7 @@ def test_the_folder_of_an_sft_run_is_reported_with_its_evaluation(tmp_path):
 
 def test_the_folder_of_an_evaluation_is_reported(tmp_path):
     evaluation(tmp_path, [row("a", 1), row("b", 0)])
-    text, page, summary = written(tmp_path)
+    _text, page, summary = written(tmp_path)
     assert summary["verdict"].startswith("Accuracy in this evaluation is 50.0% [") and summary["missing"] == []
     assert "<h2>Training</h2>" not in page and '<article class="card"' in page
     Balance().feed(page)

@@ -241,8 +241,8 @@ def test_files_of_a_folder_are_read_in_the_order_of_their_numbers(tmp_path):
     for step in (10, 2, 0):
         (tmp_path / f"{step}.jsonl").touch()
     assert [path.name for path in find_files([tmp_path])] == ["0.jsonl", "2.jsonl", "10.jsonl"]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has neither .jsonl files nor a run"):
-        (tmp_path / "empty").mkdir()
         find_files([tmp_path / "empty"])
 
 

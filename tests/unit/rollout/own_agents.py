@@ -1,6 +1,7 @@
 """Agents of the tests of `rollout/agents.py`: each asks a real gateway by the real openai client."""
 
 import asyncio
+import contextlib
 import sys
 import time
 
@@ -82,19 +83,15 @@ async def never_stops(task, endpoint):
 
 
 async def gives_up_when_refused(task, endpoint):
-    try:
+    with contextlib.suppress(openai.BadRequestError):
         await never_stops(task, endpoint)
-    except openai.BadRequestError:
-        pass
 
 
 async def asks_on_and_on(task, endpoint):
     """Takes every refusal for an accident."""
     while True:
-        try:
+        with contextlib.suppress(openai.BadRequestError):
             await ask(endpoint, task["messages"])
-        except openai.BadRequestError:
-            pass
 
 
 async def asks_nothing(task, endpoint):
@@ -119,7 +116,7 @@ async def fails_in_one_of_two(task, endpoint):
     client = endpoint.openai().with_options(max_retries=0)
     questions = [[{"role": "user", "content": text}] for text in ("1+1?", "2+2?")]
     found = [client.chat.completions.create(model=endpoint.model, messages=each) for each in questions]
-    first, second = [await asyncio.gather(each, return_exceptions=True) for each in found]
+    first, _second = [await asyncio.gather(each, return_exceptions=True) for each in found]
     raise first[0]
 
 

@@ -155,7 +155,7 @@ def test_the_agent_is_told_its_task_and_not_the_truth(play, tokenizer):
 
 @pytest.mark.parametrize("agent", ["runs_code", "in_a_thread"])
 def test_a_tool_of_the_environment_is_called_and_counted(play, agent):
-    episode, server = play(agent, ["\\boxed{1}", BOX], results=["2\n"])
+    episode, _server = play(agent, ["\\boxed{1}", BOX], results=["2\n"])
     use, turn = episode.use, episode.turns[0]
     assert (use.calls, use.ok, use.code_lines) == (1, 1, 1) and use.tool_s > 0
     assert [(call.tool, call.result.stdout) for call in turn.calls] == [("code_interpreter", "2\n")]
@@ -342,7 +342,7 @@ def test_an_environment_that_erred_is_raised(play):
 
 
 def test_the_environment_opens_scores_and_closes(play):
-    episode, server = play("twice", [BOX, BOX], environment=f"{AGENTS}:World")
+    episode, _server = play("twice", [BOX, BOX], environment=f"{AGENTS}:World")
     assert own_agents.World.log == ["opened", "scored answer 2", "closed"]
     assert episode.score.acc == 0.5
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import math
 import pickle
 import sys
@@ -23,7 +24,7 @@ FAILURE = RunResult("sandbox_failure", "", "", None, queue_s=0.0, run_s=0.0, att
 
 def test_tool_output_goes_between_the_models_turns_with_mask_0(roll_out, tokenizer, encode, answer):
     call = encode(CALL)
-    episode, server, sandbox = roll_out(tokenizer, [call, answer], ["2\n"])
+    episode, _server, sandbox = roll_out(tokenizer, [call, answer], ["2\n"])
 
     block = encode(BLOCK_2)
     assert episode.row.ids == call + block + answer
@@ -165,7 +166,7 @@ def test_a_stop_that_an_abort_has_split_counts_before_a_later_one(roll_out, toke
     """The resumed request continued and wrote another call, at whose stop the server did stop."""
     call = encode("<code>print(1+1)") + [i for c in "</code>" for i in encode(c)]
     later = encode(f"{rest}<code>print(9)</code>")
-    episode, server, sandbox = roll_out(tokenizer, [call + later, answer], ["2"])
+    episode, _server, sandbox = roll_out(tokenizer, [call + later, answer], ["2"])
     assert sandbox.codes == ["print(1+1)"]
     assert episode.row.ids == call + encode(BLOCK_2) + answer
 
@@ -324,7 +325,7 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
     assert [log_probs[i] for i in covered] == [-(k + 1) / 1000 for k in range(len(covered))]
     assert all(p == 0.0 for p, m in zip(log_probs, mask, strict=True) if m == 0)
     # Between the spans stand whole interpreter blocks.
-    for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (begin, _) in itertools.pairwise(spans):
         block = tokenizer.decode(ids[end:begin])
         assert block.startswith("\n<interpreter>\n") and block.endswith("\n</interpreter>\n")
     # Every turn saw all that came before, and was asked for no more than what was left.

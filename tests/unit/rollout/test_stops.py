@@ -59,7 +59,7 @@ def test_the_records_have_such_a_turn_once(roll_out, tokenizer, encode, answer):
 def test_thinking_that_is_never_closed_ends_with_its_tokens(roll_out, tokenizer, encode, length):
     draft = encode("<think><code>9</code>")
     turns = [draft, *[encode("<code>9</code>")] * 30]
-    episode, server, sandbox = roll_out(tokenizer, turns, response_length=len(draft) + length)
+    episode, _server, sandbox = roll_out(tokenizer, turns, response_length=len(draft) + length)
     assert len(episode.row.ids) == len(draft) + length and sandbox.codes == []
     assert episode.finish_reason == "max_tokens" and episode.row.num_turns == 2
     assert episode.use.malformed == {}

@@ -97,7 +97,7 @@ def test_verl_averages_every_metric_over_the_batches_of_a_step():
     metrics = tool_metrics([rollout(1.0, [(0, 5)], errors={"NameError": 1}, malformed={"bad_json": 1})])
     aggregator = MetricsAggregator()
     for scale in (1.0, 3.0):
-        aggregator.add_step_metrics({name: scale for name in metrics}, sample_count=1)
+        aggregator.add_step_metrics(dict.fromkeys(metrics, scale), sample_count=1)
     assert set(aggregator.get_aggregated_metrics().values()) == {2.0}
 
 

@@ -74,7 +74,7 @@ def test_a_status_that_is_not_stored_is_tried_again_and_ends_the_process_at_last
 )
 def test_a_prompt_may_say_its_own_number_of_samples(roll_out_prompt, number: int, keys: str) -> None:
     """As with `retool.adaptive_n`; `rollout.n` is 4."""
-    running, (stored, _), finished = roll_out_prompt(samples_of([3, 1, 2, 2]), __rollout_n__=number)
+    _running, (stored, _), finished = roll_out_prompt(samples_of([3, 1, 2, 2]), __rollout_n__=number)
     assert stored == keys and finished == ("train:p", "finished")
 
 
@@ -84,7 +84,7 @@ def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(rol
         await asyncio.sleep(raises_after_s)
         raise OSError("a bug")
 
-    running, (keys, _), status = roll_out_prompt([*samples_of([3, 1]), fail])
+    _running, (keys, _), status = roll_out_prompt([*samples_of([3, 1]), fail])
     assert keys == "train:['p_1_0', 'p_0_0']"
     assert status == ("train:p", "failure")
 
@@ -165,7 +165,7 @@ def test_a_validation_sample_that_raises_to_the_end_is_not_there_and_the_number_
 
 def test_a_training_sample_is_not_tried_again(roll_out_prompt, pauses) -> None:
     """The sampler replaces its group, or leaves it out of it."""
-    _, (keys, (fields, _)), _ = roll_out_prompt([failing(ABORTED, {}), failing({})])
+    _, (_, (fields, _)), _ = roll_out_prompt([failing(ABORTED, {}), failing({})])
     assert pauses == [] and sorted(len(row) for row in fields["responses"].unbind()) == [1, 1]
 
 
@@ -320,15 +320,17 @@ async def test_loops_in_the_server_ask_it_directly_and_continue_after_an_update(
     monkeypatch.setattr(workers, "LeanAgentLoopWorker", lambda config, client, *rest: made.append(client))
     config = compose_run("tiny_dapo", [f"trainer.v1.trainer_mode={mode}"])
 
+    serving = asyncio.ensure_future(asyncio.sleep(60))
+
     class Server:
-        _server_task = asyncio.ensure_future(asyncio.sleep(60))
+        _server_task = serving
 
         async def generate(self, **request: Any) -> Any:
             return request
 
     server = Server()
     await asyncio.to_thread(workers._start_agent_loops, server, "10.0.0.1:1", config, None)
-    server._server_task.cancel()
+    serving.cancel()
     assert type(made[0]).__name__ == client
     name, handle = await made[0]._acquire_server("a rollout")
     assert name == "10.0.0.1:1"

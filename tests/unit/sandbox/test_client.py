@@ -287,16 +287,16 @@ async def test_client_can_be_made_outside_a_loop_and_closed_unused():
 
 
 def test_server_that_cannot_start_is_reported(url, capfd):
-    with pytest.raises(SandboxNotReady, match=r"exit code 1 .* before it was ready"):
-        with running_server(port=int(url.rsplit(":")[-1])):
-            raise AssertionError("not reached")
+    server = running_server(port=int(url.rsplit(":")[-1]))
+    with pytest.raises(SandboxNotReady, match=r"exit code 1 .* before it was ready"), server:
+        raise AssertionError("not reached")
     assert "is in use" in capfd.readouterr().err
 
 
 async def test_fake_server_answers_as_the_real_one_does(url):
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/run_code", json={"code": "1", "language": "python"}) as response:
-            real = await response.json()
+    program = {"code": "1", "language": "python"}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/run_code", json=program) as response:
+        real = await response.json()
     fake = json.loads(answer().body)
     assert set(fake) <= set(real)
     assert set(fake["run_result"]) == set(real["run_result"])

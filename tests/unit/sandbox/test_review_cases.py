@@ -154,7 +154,7 @@ def test_no_forged_message_is_a_return_code(server, forge):
 def test_sources_and_configuration_below_usr_cannot_be_read(machine):
     launcher = list(MACHINES[machine])
     if launcher[1] == "-c":  # the refusals come after the mounts
-        first, second = HOST_WITH_SOURCES.rsplit("os.execv", 1)
+        first, _second = HOST_WITH_SOURCES.rsplit("os.execv", 1)
         launcher[2] = first + launcher[2]
     else:
         launcher = [sys.executable, "-c", HOST_WITH_SOURCES]

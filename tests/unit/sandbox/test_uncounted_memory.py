@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -208,7 +209,7 @@ def counted(monkeypatch, tmp_path) -> Iterator[type]:
 def mapping_of(memory: mmap.mmap) -> str:
     """Its line in /proc/self/maps, in which the kernel joins neighbours of one kind."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for line in open("/proc/self/maps"):
+    for line in Path("/proc/self/maps").read_text().splitlines(keepends=True):
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
         if begin <= address < end:
             return line

@@ -1,5 +1,7 @@
 """A run of the stability map: staleness, tool calls, rewards and what is reported."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def test_rollouts_are_as_stale_as_the_cell_says(tiny, short, monkeypatch):
     Step 1 has learning rate 0, so step 2 also begins with the first weights.
     """
     _, fresh = play(tiny, short, monkeypatch, steps=5)
-    assert [torch.equal(a, b) for a, b in zip(fresh, fresh[1:], strict=False)] == [True, False, False, False]
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(fresh)] == [True, False, False, False]
     result, stale = play(tiny, short, monkeypatch, steps=5, staleness=2)
     assert torch.equal(stale[0], stale[3]) and not torch.equal(stale[0], stale[4])
     # steps 1 and 2 train on the same rollouts in both cells, so what step 3 starts from is the same

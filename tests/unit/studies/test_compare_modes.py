@@ -248,7 +248,8 @@ def test_a_finished_run_is_published_and_not_run_again(script, run, settings, tm
     made = {"from": {"sft": "quickstart"}, "task": RUNGS["tiny"].task_digest(), "steps": 4}
     assert settings == made | {"overrides": [*script.OVERRIDES], "cpu": platform["cpu"], "cores": platform["cores"]}
     row = {"run": "sync_2s_0", "settings": settings, "tokens_per_s": 20.0, "accuracy": 0.75}
-    assert [json.loads(line) for line in open(tmp_path / "results.jsonl")] == [row] and not began
+    published = (tmp_path / "results.jsonl").read_text()
+    assert [json.loads(line) for line in published.splitlines()] == [row] and not began
     (tmp_path / "sync_2s_0").unlink()  # another machine
     script.main(options)
     assert not began and "| 2 s | sync | 1 | 20 | 0.750 | - | - | - | - |" in capsys.readouterr().out

@@ -135,8 +135,8 @@ def test_a_folder_that_another_process_writes_ends_the_script(script, results, t
     """If the script was killed, its training lives on: no other run may begin next to it."""
     start, cells = Quickstart(), one_seed(script, "dapo", "sapo")
     (tmp_path / "dapo_sync_0").mkdir()
+    run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
     with script.lock_folder(tmp_path / "dapo_sync_0"), pytest.raises(SystemExit, match="Another run writes into"):
-        run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
         script.run_missing(cells, tmp_path, results=results(), start=start, **run)
     assert not start.started
 
@@ -144,8 +144,8 @@ def test_a_folder_that_another_process_writes_ends_the_script(script, results, t
 def test_published_results_of_another_sft_are_not_taken_for_ones_own(script, results, tmp_path):
     cells, run = one_seed(script, "dapo"), {"source": tmp_path / "q", "short": True}
     script.run_missing(cells, tmp_path, digests=DIGESTS, results=results(), start=Quickstart(), **run)
+    other = {"data/rl_train.parquet": "xyz"}
     with pytest.raises(ValueError, match=r"(?s)dapo_sync_0 was made with other settings.*abc.*xyz"):
-        other = {"data/rl_train.parquet": "xyz"}
         script.run_missing(cells, tmp_path / "other", digests=other, results=results(), start=Quickstart(), **run)
 
 

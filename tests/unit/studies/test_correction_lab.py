@@ -59,7 +59,7 @@ def weights(presets, recorded):
 
 
 @pytest.mark.parametrize(
-    "name,start,end",
+    ("name", "start", "end"),
     [
         ("dapo", [1, 1, 1, 1], [0, 1.1, 0, 1]),  # 1.5 > 1.28 where A > 0, .7 < .8 where A < 0
         ("icepop", [1.2, 0.6, 1, 0], [0, 0.66, 0, 0]),  # 3 is above 2; .6 x 1.1
@@ -99,7 +99,7 @@ def test_a_line_of_the_table_by_hand(presets, recorded):
 
 
 @pytest.mark.parametrize(
-    "name,expected",
+    ("name", "expected"),
     [
         ("icepop", 2.8 / (2 * 2.8**0.5)),  # 1.2 .6 -1 0 and 1 1 -1 -1: .8367
         ("maxrl", 1.0),  # r 1 1 0 0, mean 1/2: 1 1 -1 -1

@@ -78,7 +78,7 @@ def test_one_steps_gradient_is_the_real_stacks(cpu_platform, tiny, sampled, name
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name,reason", [("grpo_roc", "twice the responses"), ("dpao", "not a preset")])
+@pytest.mark.parametrize(("name", "reason"), [("grpo_roc", "twice the responses"), ("dpao", "not a preset")])
 def test_what_a_batch_does_not_have_is_said(name, reason):
     from scripts.studies.preset import read_preset
 
@@ -86,7 +86,7 @@ def test_what_a_batch_does_not_have_is_said(name, reason):
         read_preset(name)
 
 
-@pytest.mark.parametrize("name,updates,passes", [("dapo", 2, True), ("icepop_onpolicy", 1, False)])
+@pytest.mark.parametrize(("name", "updates", "passes"), [("dapo", 2, True), ("icepop_onpolicy", 1, False)])
 def test_updates_and_passes_are_the_runs(name, updates, passes):
     from scripts.studies.preset import read_preset
 

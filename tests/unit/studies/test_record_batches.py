@@ -120,7 +120,7 @@ def test_a_step_that_is_due_is_saved_with_log_probs_before_and_after_its_updates
     ]
 
 
-@pytest.mark.parametrize("step,number", [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("step", "number"), [(1, 0), (2, 1)])
 def test_other_steps_and_later_batches_of_a_step_cost_nothing(recorded, tmp_path, step, number):
     trainer, batch = recorded
     trainer.global_steps, trainer.local_trigger_step = step, number

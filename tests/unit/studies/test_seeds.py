@@ -52,9 +52,10 @@ def test_what_is_published_is_not_run_again(seeds, tmp_path, monkeypatch, capsys
         seeds.main(options)
     assert not started and "control: random rewards was made with other settings" in capsys.readouterr().err
     results.write_text(written)
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+    with monkeypatch.context() as patched:
         patched.setenv("MODEL_PATH", "another/model")
-        seeds.main(options)
+        with pytest.raises(SystemExit):
+            seeds.main(options)
     assert not started and "'model_path': 'another/model'" in capsys.readouterr().err
     results.write_text(written.replace(task, "another"))
     with pytest.raises(SystemExit):

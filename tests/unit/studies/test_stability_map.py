@@ -26,7 +26,7 @@ def test_there_are_270_runs(script):
 
 
 @pytest.mark.parametrize(
-    "code,said",
+    ("code", "said"),
     [
         ("print(12*30+4)", "364"),
         ("x=7", "(no output)"),

@@ -59,7 +59,8 @@ def make(tmp_path, capsys):
         try:
             main(["questions", str(corpus), "--out", str(out), "--hops", "2", *options])
         except SystemExit as stop:
-            assert re.search("No question was found|could not be asked", str(stop)), stop
+            if not re.search("No question was found|could not be asked", str(stop)):
+                raise
         counts = re.findall(r"^(\w+) +(\d+)$", capsys.readouterr().out, re.MULTILINE)  # one number of hops
         rows = pq.read_table(out).to_pylist() if out.exists() else []
         return rows, Counter({reason: int(count) for reason, count in counts})

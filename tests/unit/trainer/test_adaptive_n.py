@@ -115,7 +115,7 @@ def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_tha
     sampling.assign(41, ["z"], ["c"], [None])  # after the checkpoint: drawn again, under another name
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
     resumed.on_started(Started(40))
-    resumed.on_ended(Ended(41, accs=dict.fromkeys("xyz", [0, 0])))
+    resumed.on_ended(Ended(41, accs={key: [0, 0] for key in "xyz"}))
     assert resumed.assign(41, ["1", "2", "3"], ["a", "b", "c"], [None] * 3) == [16, 24, 16]
 
 

@@ -18,7 +18,7 @@ def first(found):
 
 
 @pytest.mark.parametrize(
-    "estimator,expected",
+    ("estimator", "expected"),
     [
         ("grpo", [2 / 3, -1 / 3, -1 / 3, 2 / 3]),  # mean 1/3
         ("grpo_vectorized", [1.154698, -0.577349, -0.577349, 1.154698]),  # by the std 1 / sqrt 3, whatever is set

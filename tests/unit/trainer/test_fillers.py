@@ -14,7 +14,7 @@ def test_right_answers_that_differ_in_length_penalties_train_by_verl_and_not_as_
     verls = advantages(ALL_RIGHT | USEFUL, (), "grpo")
     assert [round(verls[key][0], 2) for key in ALL_RIGHT] == [0.57, 0.57, 0.35, -1.49]
     ours = advantages(ALL_RIGHT | USEFUL, "f", "grpo")
-    assert {key: ours[key] for key in ALL_RIGHT} == dict.fromkeys(ALL_RIGHT, [0.0, 0.0, 0.0])
+    assert {key: ours[key] for key in ALL_RIGHT} == {key: [0.0, 0.0, 0.0] for key in ALL_RIGHT}
     assert {key: ours[key] for key in USEFUL} == {key: verls[key] for key in USEFUL}
     assert ours["u_0_0"] == pytest.approx([0.866, 0.0, 0.866], abs=1e-3)
 

@@ -15,7 +15,7 @@ ROWS = {"a": [0, 2, 4, 6, 8], "b": [1, 3, 5]}
 
 
 def make(rows=ROWS, seed=1, curriculum=None, weights=None):
-    domains = Domains(weights or {name: 1.0 for name in rows}, batch_size=4)
+    domains = Domains(weights or dict.fromkeys(rows, 1.0), batch_size=4)
     dataset = [f"row {i}" for i in range(1 + max(max(numbers) for numbers in rows.values()))]
     choose = lambda: domains.choose({}, 1)  # noqa: E731
     loader = DomainLoader(

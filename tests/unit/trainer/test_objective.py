@@ -59,7 +59,7 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("ours,verls,settings", SAME)
+@pytest.mark.parametrize(("ours", "verls", "settings"), SAME)
 def test_loss_gradient_and_shares_are_verls_where_the_formula_is(call, ours, verls, settings):
     """verl adds 1e-8 to the length of a response, and takes a sequence mean's weights in float32."""
     given = random_batch(seed=6, weighted=ours == "retool_olmorl")
@@ -79,7 +79,7 @@ def test_loss_gradient_and_shares_are_verls_where_the_formula_is(call, ours, ver
         assert ours in ("retool_dppo_tv", "retool_dppo_kl") or metrics["actor/pg_clipfrac"] == pytest.approx(clipped)
 
 
-@pytest.mark.parametrize("kind,threshold", [("token", 2.0), ("token", "0.5_2.0"), ("token", "1e-9_2.0")])
+@pytest.mark.parametrize(("kind", "threshold"), [("token", 2.0), ("token", "0.5_2.0"), ("token", "1e-9_2.0")])
 def test_the_trainers_weights_are_those_of_our_files(cpu_platform, kind, threshold):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
@@ -106,7 +106,7 @@ def test_the_trainers_weights_of_responses_are_those_of_our_file(cpu_platform):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "name,field",
+    ("name", "field"),
     [("retool_icepop", "weights")]
     + [
         (name, field)
@@ -130,7 +130,7 @@ def test_what_is_not_a_number_is_dropped_and_stays_in_the_mean(call, name, field
         assert torch.equal(gradient, whole)
 
 
-@pytest.mark.parametrize("name,mode", [("retool_ppo", TOKENS), ("retool_gspo", RESPONSES)])
+@pytest.mark.parametrize(("name", "mode"), [("retool_ppo", TOKENS), ("retool_gspo", RESPONSES)])
 def test_the_mean_is_over_the_mini_batch_and_its_ranks(call, name, mode):
     """verl adds up micro-batches and takes the mean over ranks: each of two ranks has twice its share."""
     given = random_batch()
@@ -153,7 +153,7 @@ def test_a_micro_batch_without_a_token_has_loss_0(call, name):
     assert loss == 0.0 and gradient.abs().sum() == 0
 
 
-@pytest.mark.parametrize("name,mode", [("retool_ppo", TOKENS), ("vanilla", TOKENS), ("retool_gspo", RESPONSES)])
+@pytest.mark.parametrize(("name", "mode"), [("retool_ppo", TOKENS), ("vanilla", TOKENS), ("retool_gspo", RESPONSES)])
 def test_a_mini_batch_without_a_token_has_loss_0_even_with_an_entropy_term(cpu_platform, name, mode):
     """verl: 0 tokens, a mean of 0 / 0, and 0 x NaN = NaN."""
     from verl.utils import tensordict_utils as tu
@@ -247,7 +247,7 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
 
 
 @pytest.mark.parametrize(
-    "objective,override,message",
+    ("objective", "override", "message"),
     [
         ("icepop", f"{CORRECTION}.bypass_mode=true", "old log-probs are the trainer's.*expected false"),
         ("glm5_async", f"{CORRECTION}.bypass_mode=false", "old log-probs are the rollout's.*expected true"),
@@ -301,7 +301,7 @@ def test_what_does_not_fit_an_objective_is_refused_at_the_start(cpu_platform, ob
 
 
 @pytest.mark.parametrize(
-    "objective,mode,is_told",
+    ("objective", "mode", "is_told"),
     [("dapo", "separate_async", True), ("dapo", "sync", False), ("icepop", "separate_async", False)]
     + [("glm5_async", "colocate_async", False), ("gspo", "colocate_async", True)],
 )

@@ -89,7 +89,7 @@ def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
 def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path, monkeypatch):
     from verl_ext.records.problem import problem_of
 
-    trainer, calls = make(*ADAPTIVE, "trainer.test_freq=-1", steps=1)
+    trainer, _calls = make(*ADAPTIVE, "trainer.test_freq=-1", steps=1)
     trainer.agent_loop_manager = submitted.manager
     trainer.global_steps = 1
     golds = [{"ground_truth": gold} for gold in "12"]

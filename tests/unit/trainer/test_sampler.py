@@ -48,7 +48,7 @@ def test_among_ended_groups_the_first_submitted_come_first(make, mode):
 def test_the_metric_of_the_configuration_decides_what_is_equal(make):
     control = [info(1, train_acc=0.0), info(1, train_acc=1.0)]  # equal in truth, drawn at random in the control run
     assert sampled(make([control], batch_size=1)[1].sample(1, "train", 1)[0]) == [0]
-    queue, buffer = make([control, MIXED], batch_size=1, metric="acc")
+    _queue, buffer = make([control, MIXED], batch_size=1, metric="acc")
     assert sampled(buffer.sample(1, "train", 1)[0]) == [1]
 
 
@@ -85,7 +85,7 @@ def test_groups_that_infrastructure_failed_are_replaced_and_never_returned(make,
 
 
 def test_failed_groups_do_not_fill_up_a_batch_that_lacks_useful_ones(make):
-    queue, buffer = make(
+    _queue, buffer = make(
         [WRONG, SANDBOX_DOWN, RIGHT, UNVERIFIED, RAISED, WRONG, RIGHT], batch_size=2, max_num_gen_batches=2
     )
     batch, metrics = buffer.sample(1, "train", 2)
@@ -124,13 +124,13 @@ def test_prompts_are_asked_for_at_once_as_the_share_of_useful_groups_lets_expect
 
 
 def test_the_expected_share_of_useful_groups_follows_what_is_seen(make):
-    queue, buffer = make([MIXED, WRONG, WRONG, WRONG], batch_size=2, max_num_gen_batches=2)
+    _queue, buffer = make([MIXED, WRONG, WRONG, WRONG], batch_size=2, max_num_gen_batches=2)
     assert buffer.domains.keep_rates[ONLY] == 1.0
     _, metrics = buffer.sample(1, "train", 2)
     assert metrics["filter_groups/keep_rate"] == 0.25
     assert buffer.domains.keep_rates[ONLY] == pytest.approx(0.625)  # halfway from 1 to 0.25
 
-    queue, buffer = make([WRONG] * 4, batch_size=2, max_num_gen_batches=2)
+    _queue, buffer = make([WRONG] * 4, batch_size=2, max_num_gen_batches=2)
     buffer.sample(1, "train", 2)
     assert buffer.domains.keep_rates[ONLY] == pytest.approx(0.55)  # halfway from 1 to 0.1: never less than 0.1
 
@@ -224,13 +224,13 @@ def test_validation_returns_every_group_and_generates_nothing_again(make):
 def test_a_validation_that_stored_nothing_at_all_is_named(make):
     from verl_ext.trainer.exclusions import NothingStored
 
-    queue, buffer = make([[], []], batch_size=2, partition="val")
+    _queue, buffer = make([[], []], batch_size=2, partition="val")
     with pytest.raises(NothingStored, match="All rollouts of 2 validation prompts raised. Fix the error that the log"):
         buffer.sample(1, "val", 2)
 
 
 def test_validation_does_not_wait_for_a_group_whose_loop_raised(make):
-    queue, buffer = make([RIGHT, RAISED], batch_size=2, partition="val")
+    _queue, buffer = make([RIGHT, RAISED], batch_size=2, partition="val")
     batch, _ = buffer.sample(1, "val", 2)
     assert batch.keys == ["uid-0_0_0", "uid-0_1_0", "uid-1_0_0"]  # what there is of it
 
@@ -243,7 +243,7 @@ def test_metrics_are_over_all_that_was_generated_but_not_over_failed_rollouts(ma
         [info(1, ok=9, sandbox_failure=1.0), info(1, ok=5)],  # the failed one is counted nowhere
         [info(0), info(1, response_tokens=20.0)],
     ]
-    queue, buffer = make(groups, batch_size=2, mode=mode)
+    _queue, buffer = make(groups, batch_size=2, mode=mode)
     batch, metrics = buffer.sample(1, "train", 2)
     assert sampled(batch) == [1, 3]
     expected = {
@@ -314,7 +314,7 @@ def test_stale_groups_are_dropped_in_asynchronous_modes(make):
 
 
 def test_a_metric_that_the_reward_manager_does_not_give_is_named(make):
-    queue, buffer = make([MIXED], batch_size=1, metric="seq_reward")
+    _queue, buffer = make([MIXED], batch_size=1, metric="seq_reward")
     with pytest.raises(ValueError, match="filter_groups.metric is 'seq_reward'.*Expected one of acc, .*train_acc"):
         buffer.sample(1, "train", 1)
 

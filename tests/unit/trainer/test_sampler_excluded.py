@@ -59,7 +59,7 @@ def test_a_group_is_filled_with_whole_episodes_and_rid_of_whole_ones(make):
     ],
 )
 def test_half_of_a_group_must_be_valid_and_its_valid_rewards_unequal(make, group, is_used):
-    queue, buffer = make([group, MIXED], batch_size=1)
+    _queue, buffer = make([group, MIXED], batch_size=1)
     batch, _ = buffer.sample(1, "train", 1)
     assert bool(keys_of(batch)) == is_used
     assert len(batch.keys) == (len(group) if is_used else 2)
@@ -115,7 +115,7 @@ def test_what_the_policy_can_cause_is_a_normal_sample(make):
     group = [
         info(i == 3, finish_reason=reason, errors={"timeout": 3}, void_turns=1) for i, reason in enumerate(reasons)
     ]
-    queue, buffer = make([group], batch_size=1)
+    _queue, buffer = make([group], batch_size=1)
     batch, metrics = buffer.sample(1, "train", 1)
     assert len(batch.keys) == 4 and metrics["failure/groups_filled"] == 0
     assert metrics["finish/turn_limit"] == metrics["finish/malformed_limit"] == 0.25
@@ -125,14 +125,14 @@ def test_what_the_policy_can_cause_is_a_normal_sample(make):
 def test_void_turns_are_left_out_if_requested_but_not_forever(make, mode):
     one_void = [info(1), info(0), info(0, void_turns=1)]
     all_void = [info(1, void_turns=2), info(0, void_turns=1), info(0, void_turns=1)]
-    queue, buffer = make([all_void, one_void], batch_size=1, void_turn_filter=True, mode=mode)
+    _queue, buffer = make([all_void, one_void], batch_size=1, void_turn_filter=True, mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert "uid-1_2_0" not in batch.keys and len(keys_of(batch, "uid-1")) == 3 == len(batch.keys)
     assert buffer.selection.left_out == {EpisodeKey("uid-1", 2): "left out of the batch: void_turn"}
     assert metrics["failure/void_turn"] == 4 and metrics["failure/groups_dropped"] == 0
     assert metrics["turn/void_rate"] == 4 / 6
 
-    queue, buffer = make([all_void] * 9, batch_size=1, max_num_gen_batches=2, void_turn_filter=True, mode=mode)
+    _queue, buffer = make([all_void] * 9, batch_size=1, max_num_gen_batches=2, void_turn_filter=True, mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert len(batch.keys) == 3 and metrics["filter_groups/filled_with_equal"] == len(buffer.selection.fillers) == 1
 
@@ -203,7 +203,7 @@ def test_a_filler_is_without_its_failed_rollouts(make, mode):
 
 
 def test_the_copies_that_fill_a_group_are_drawn_from_all_valid_rollouts(make):
-    queue, buffer = make([group_of(1, 0, 1, 0, failed=(1,))] * 40, batch_size=40)
+    _queue, buffer = make([group_of(1, 0, 1, 0, failed=(1,))] * 40, batch_size=40)
     batch, _ = buffer.sample(1, "train", 40)
     copied = [key.session for key in map(EpisodeKey.parse, batch.keys) if key.copy]
     counts = [copied.count(session) for session in range(4)]
@@ -212,7 +212,7 @@ def test_the_copies_that_fill_a_group_are_drawn_from_all_valid_rollouts(make):
 
 
 def test_pass_rates_count_rollouts_that_the_void_turn_filter_leaves_out(make):
-    queue, buffer = make([[info(1, void_turns=1), info(0), info(0), info(1)]], batch_size=1, void_turn_filter=True)
+    _queue, buffer = make([[info(1, void_turns=1), info(0), info(0), info(1)]], batch_size=1, void_turn_filter=True)
     batch, _ = buffer.sample(1, "train", 1)
     assert buffer.take_ended(1).accs == {"uid-0": [1, 0, 0, 1]} and "uid-0_0_0" not in batch.keys
 

@@ -16,7 +16,7 @@ def make_buffer(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_void_turns_stay_in_the_group_and_are_named_for_the_loss(make_buffer, mode):
     group = [info(1), info(0, void_turns=1), info(0)]
-    queue, buffer = make_buffer([group, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
+    _queue, buffer = make_buffer([group, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_1_0", "uid-0_2_0"]
     void = EpisodeKey("uid-0", 1)
@@ -31,7 +31,7 @@ def test_a_copy_of_a_void_rollout_is_not_in_the_loss_either(make_buffer):
     Of eight groups, one copies the other one as well: by chance none would, once in 6,561 times."""
     failed = info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")
     group = [info(1), info(0, void_turns=1), info(1, void_turns=1), failed, failed]
-    queue, buffer = make_buffer([group] * 8, batch_size=8, void_turn_filter="loss")
+    _queue, buffer = make_buffer([group] * 8, batch_size=8, void_turn_filter="loss")
     batch, _ = buffer.sample(1, "train", 8)
     keys, baseline_only = [EpisodeKey.parse(key) for key in batch.keys], buffer.selection.baseline_only
     assert len(keys) == 5 * 8 and baseline_only == {key for key in keys if key.session in (1, 2)}
@@ -86,14 +86,14 @@ def test_an_episode_that_is_left_out_goes_with_all_its_rows(make_buffer):
 
 def test_what_infrastructure_failed_is_left_out_first(make_buffer):
     failed = info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")
-    queue, buffer = make_buffer([[info(1, ok=1), failed, info(0), info(1, ok=1)]], batch_size=1, resample="code")
+    _queue, buffer = make_buffer([[info(1, ok=1), failed, info(0), info(1, ok=1)]], batch_size=1, resample="code")
     batch, _ = buffer.sample(1, "train", 1)
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_2_0"]  # one right, one wrong, and no copy
 
 
 def test_groups_without_a_valid_rollout_are_replaced_as_usual(make_buffer):
     failed = [info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")] * 4
-    queue, buffer = make_buffer([RAISED, failed, GROUP], batch_size=1, resample="paper")
+    _queue, buffer = make_buffer([RAISED, failed, GROUP], batch_size=1, resample="paper")
     batch, metrics = buffer.sample(1, "train", 1)
     assert {key.split("_")[0] for key in batch.keys} == {"uid-2"} and len(batch.keys) == 2
     assert metrics["failure/groups_dropped"] == 2
@@ -128,7 +128,7 @@ def test_adaptive_n_goes_with_every_baseline_of_groups(make, objective):
     make("retool.adaptive_n.enable=true", objective=objective)
 
 
-@pytest.mark.parametrize("option,numbers", [((), [16, 16]), (("retool.adaptive_n.enable=true",), [24, 24])])
+@pytest.mark.parametrize(("option", "numbers"), [((), [16, 16]), (("retool.adaptive_n.enable=true",), [24, 24])])
 def test_twice_the_responses_are_generated(make, submitted, option, numbers):
     """tiny_dapo has 8 responses a prompt; with adaptive n 12 in the first phase."""
     from verl.utils import tensordict_utils as tu

@@ -61,7 +61,7 @@ def test_equal_groups_fill_a_batch_before_those_of_void_turns(make, mode):
 
 
 def test_that_equal_groups_are_taken_is_reported_once_in_each_step(make, caplog):
-    queue, buffer = make([RIGHT] * 100, batch_size=6, max_num_gen_batches=1, mode="separate_async")
+    _queue, buffer = make([RIGHT] * 100, batch_size=6, max_num_gen_batches=1, mode="separate_async")
     with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.sampler"):
         buffer.wait_for_sampleable(3, "train", 2)
         assert [buffer.get_sampleable_count(3, "train") for _ in range(3)] == [6] * 3  # looked again, said nothing

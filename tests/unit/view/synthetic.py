@@ -98,7 +98,7 @@ def _group(rng: random.Random, step: int, p: int, samples: int, words: int, vali
         total = turns[-1]["start"] + turns[-1]["tokens"]
         acc = None if failed else float(answer == right)
         started = START_S + step * STEP_S
-        first = [turn for turn in turns if turn["role"] == "model"][0]
+        first = next(turn for turn in turns if turn["role"] == "model")
         server = f"127.0.0.1:{9000 + session % 2}"
         first |= dict(server=server, started_s=started, generate_s=2.0)
         resumed = call["started_s"] + call["queue_s"] + call["run_s"] if call else started

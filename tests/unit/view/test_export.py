@@ -5,6 +5,7 @@ it; the package is not a dependency, so what they read is tested here.
 """
 
 import io
+import itertools
 import json
 import re
 import statistics
@@ -94,7 +95,7 @@ def test_a_trace_has_every_interval_in_microseconds_and_none_of_a_thread_overlap
     assert set(names.values()) == {row["lane"] for row in rows}
     for thread in names:
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == thread)
-        assert all(a[1] <= b[0] + 1 for a, b in zip(own, own[1:], strict=False))
+        assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(own))
     assert export.trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
 
 
@@ -114,7 +115,7 @@ def test_a_dot_without_its_link_keeps_its_name_for_a_screen_reader(client: TestC
 @pytest.mark.parametrize("when", ["listed", "opened"])
 def test_a_file_that_is_removed_while_a_run_is_exported_is_left_out(client, run_folder, monkeypatch, when: str) -> None:
     def stream(path: Path):
-        if path.stem == "step_000001" and when == "listed" or path == gone:
+        if (path.stem == "step_000001" and when == "listed") or path == gone:
             gone.unlink()
         return read(path)
 

@@ -33,7 +33,7 @@ HONEST = read_cases("code_honest.txt")
 TIMEOUT_S = 3.0
 ENDLESS = {"endless", "huge number", "recursion that crashes"}  # whatever time they get, they use it
 ENDLESS_S = 1.0
-assert ENDLESS <= FORGERIES.keys() - HONEST.keys()
+assert ENDLESS.issubset(FORGERIES.keys() - HONEST.keys())
 pytestmark = pytest.mark.timeout(180)  # the first test waits for all programs
 
 

@@ -120,7 +120,8 @@ async def test_locked_files_are_read_and_setuid_is_lost(boxes):
         await box.run("mkdir d; echo x > d/f; echo y > s; chmod 0 d/f; chmod 0 d; chmod 6755 s; chmod 0 /app")
         sealed = await box.box.seal(["/app"])
     assert unpacked(sealed.archive) == {"app": None, "app/d": None, "app/d/f": b"x\n", "app/s": b"y\n"}
-    modes = {member.name: member.mode for member in tarfile.open(fileobj=io.BytesIO(sealed.archive))}
+    with tarfile.open(fileobj=io.BytesIO(sealed.archive)) as members:
+        modes = {member.name: member.mode for member in members}
     assert modes == {"app": 0, "app/d": 0, "app/d/f": 0, "app/s": 0o755}
 
 

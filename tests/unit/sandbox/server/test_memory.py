@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -48,7 +49,7 @@ threading.Thread(target=sleep).start()
 ctypes.CDLL(None).syscall(60, 0)
 """
     with running(code) as (pid,):
-        wait_until(lambda: b"\nState:\tZ" in open(f"/proc/{pid}/status", "rb").read())
+        wait_until(lambda: b"\nState:\tZ" in Path(f"/proc/{pid}/status").read_bytes())
         assert exceed([pid], 40 * MIB, several=several)
         assert not exceed([pid], 90 * MIB, several=several)
 
