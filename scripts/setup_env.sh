@@ -14,8 +14,8 @@ Environment:
                     it: runs are slower and need +hardware=no_flash_attn (SFT: no_flash_attn_sft). Later calls keep the
                     choice
   MAX_JOBS, FLASH_ATTN_CUDA_ARCHS   for that compilation; default: from cores and free memory, and from this machine's GPU
-uv installs if it is on PATH, else pip. Both follow pip's configuration and variables (index, find-links, certificate),
-and check the lock's hashes. Log: .venv/install.log
+uv installs: the one on PATH, or the lock's; pip does where neither can be had. Both follow pip's configuration and
+variables (index, find-links, certificate) and check the lock's hashes. Log: .venv/install.log
 EOF
 }
 
@@ -235,24 +235,25 @@ show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 
     [ ! -t 1 ] || printf '\r%80s\r' ""
 }
 
-uv_options() { # pip's indexes, links and certificate as options of uv, which does not read them itself
-    local line key each index=""
-    "$VENV/bin/python" -m pip config list | while IFS= read -r line; do # the environment's first
+tell_uv() { # pip's indexes, links and certificate, which uv does not read itself
+    local line key each
+    while IFS= read -r line; do # the environment's first
         key=${line%%=*}
         line=${line#*=}
         for each in ${line//\'/}; do
             case ${key##*.} in
-                index-url) [ -n "$index" ] || echo "--default-index=$each" && index=$each ;;
-                extra-index-url) echo "--index=$each" ;;
-                find-links) echo "--find-links=$each" ;;
-                trusted-host) echo "--allow-insecure-host=$each" ;;
+                cert) export SSL_CERT_FILE=${SSL_CERT_FILE:-$each} ;;
+                index-url) export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$each} ;;
+                extra-index-url) UV_OPTIONS+=("--index=$each") ;;
+                find-links) UV_OPTIONS+=("--find-links=$each") ;;
+                trusted-host) UV_OPTIONS+=("--allow-insecure-host=$each") ;;
             esac
         done
-    done
+    done < <("$VENV/bin/python" -m pip config list)
 }
 
 install() { # $1: number of packages; the rest: arguments of pip install
-    local total=$1 options
+    local total=$1
     shift
     set -- --no-deps --no-build-isolation "$@"
     echo "+ ${UV:-pip} install $*" >>"$LOG"
@@ -260,11 +261,8 @@ install() { # $1: number of packages; the rest: arguments of pip install
         "$VENV/bin/python" -m pip install "$@" 2>&1 | tee -a "$LOG" | show_progress "$total"
         return
     fi
-    mapfile -t options < <(uv_options)
-    SSL_CERT_FILE=${SSL_CERT_FILE:-$("$VENV/bin/python" -m pip config get :env:.cert 2>/dev/null ||
-        "$VENV/bin/python" -m pip config get global.cert 2>/dev/null || true)} \
-        "$UV" pip install --python "$VENV/bin/python" --compile-bytecode --index-strategy unsafe-best-match \
-        "${options[@]}" "$@" 2>&1 | tee -a "$LOG" | grep -v '^ [-+~]' | sed 's/^/[setup]   /' || return "${PIPESTATUS[0]}"
+    "$UV" pip install --python "$VENV/bin/python" --compile-bytecode "${UV_OPTIONS[@]}" "$@" 2>&1 |
+        tee -a "$LOG" | grep -v '^ [-+~]' | sed 's/^/[setup]   /' || return "${PIPESTATUS[0]}"
 }
 
 pins() { # of the lock, with their hashes: all but torch and flash-attn, or those of package $1
@@ -288,7 +286,7 @@ install_torch() {
     install 1 "$pin" && return
     case $pin in *+cpu) ;; *) return 1 ;; esac
     say "  not in pip's configured indexes, trying $TORCH_CPU_INDEX"
-    install 1 "$pin" --index-url "$TORCH_CPU_INDEX"
+    install 1 "$pin" --extra-index-url "$TORCH_CPU_INDEX"
 }
 
 install_all() {
@@ -311,6 +309,10 @@ install_all() {
     [ "$HARDWARE" = cpu ] || check_flash_attn "$VENV/bin/python"
     rm -f "$STAMP"
     : >"$LOG"
+    if [ -z "$UV" ] && install 1 --require-hashes -r "$(pins uv)"; then
+        UV=$VENV/bin/uv
+    fi
+    tell_uv
 
     say "2/4 installing torch ($HARDWARE)"
     install 1 --require-hashes -r "$(pins setuptools)" || fail_with_log "setuptools could not be installed."
@@ -353,6 +355,7 @@ LOCK=$ROOT/requirements/$HARDWARE.txt
 FLASH_ATTN=${RETOOL_FLASH_ATTN:-$(sed -n 's/^flash-attn //p' "$STAMP" 2>/dev/null || true)}
 FLASH_ATTN=${FLASH_ATTN:-1}
 UV=$(command -v uv || true)
+UV_OPTIONS=(--index-strategy=unsafe-best-match) # as pip
 check_machine
 if [ "${1:-}" = --check ]; then
     check_disk
