@@ -61,7 +61,8 @@ class Chart:
         """Return the fields for the script, with all series over the same `x`, None where one has no value; `spread` as
         [x, low, high]; and a `label` for each."""
         x = sorted({at for each in self.series for at in each.x})
-        found = asdict(self) | {"x": x} | {name: plain(getattr(self, name)) for name in ("title", "y_label", "x_label")}
+        found = asdict(self)
+        found |= {"x": x} | {name: plain(getattr(self, name)) for name in ("title", "y_label", "x_label")}
         for each, label in zip(found["series"], self.labels, strict=True):
             each |= {"label": plain(label), "name": plain(each["name"]), "key": plain(each["key"])}
             at = dict(zip(each.pop("x"), each["y"], strict=True))

@@ -60,17 +60,17 @@ def number(value: Any) -> str:
     return NONE if value is None else str(value)
 
 
-def percent(share: Mapping[str, float | None] | float | None, *, interval: bool = True) -> str:
+def percent(share: Mapping[str, Any] | float | None, *, interval: bool = True) -> str:
     """Format a share as `31.2%`, an estimate as `31.2% [28.4, 34.1]` if an interval is wanted and can be stated."""
     if share is None:
         return NONE
-    estimate = share if isinstance(share, Mapping) else {"value": share, "low": None}
-    stated = interval and estimate["low"] is not None
-    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if stated else ""
-    return f"{100 * estimate['value']:.1f}%{ends}"
+    if not isinstance(share, Mapping):
+        return f"{100 * share:.1f}%"
+    ends = f" [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if interval and share["low"] is not None else ""
+    return f"{100 * share['value']:.1f}%{ends}"
 
 
-def points(estimate: Mapping[str, float | None] | None) -> str:
+def points(estimate: Mapping[str, Any] | None) -> str:
     """Format a difference in percentage points: `+62.9 [+59.0, +66.8]`, without the interval if none can be stated."""
     if estimate is None:
         return NONE
@@ -81,9 +81,10 @@ def points(estimate: Mapping[str, float | None] | None) -> str:
 
 def duration(*seconds: float | None) -> str:
     """Format the sum of durations: `250 ms`, `4.20 s`, `5 min 07 s`, `3 h 05 min`."""
-    if not all(each is not None and abs(each) < 1e12 for each in seconds):
+    known = [each for each in seconds if each is not None and abs(each) < 1e12]
+    if len(known) < len(seconds):
         return NONE
-    whole = sum(seconds)
+    whole = sum(known)
     if whole < 1:
         return f"{1000 * whole:.0f} ms"
     if whole < 60:

@@ -60,7 +60,7 @@ def _by_branch(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def walk(number: int, depth: int) -> Iterator[dict[str, Any]]:
         own = [turn | {"depth": depth} for turn in rows[number]]
-        yield own[0] | {"branch": Branch(number, parents[number], _WHY.get(own[0].get("fork"), ""))}
+        yield own[0] | {"branch": Branch(number, parents[number], _WHY.get(str(own[0].get("fork")), ""))}
         yield from own[1:]
         for branch in after.pop(number, ()):
             yield from walk(branch, depth + 1)

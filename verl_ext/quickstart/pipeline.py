@@ -15,9 +15,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl_ext.checkpoints import folder as checkpoints
@@ -61,7 +61,7 @@ class Quickstart:
     data_args: list[str]  # of the rung's prepare.py
     sft: list[str]
     rl: list[str]
-    supervisor: Supervisor | None  # while it runs
+    supervisor: Supervisor = field(default_factory=Supervisor)  # entered while it runs
     source: Source | None = None  # the quickstart whose data and SFT this one uses
     rung: Rung = RUNGS["tiny"]
     model_path: str = ""  # an existing model, a folder or a name on the hub; "": the rung's own is built
@@ -102,7 +102,7 @@ class Quickstart:
     def settings(self, step: str) -> dict[str, object]:
         """Return the settings that the result of a step depends on."""
         if self.source and step in TAKEN_STEPS:
-            return self.source.settings[step] | {"from": self.source.digests}
+            return {**self.source.settings[step], "from": self.source.digests}
         task, own = self.rung.task_digest(), {"own": found} if (found := self.own.digests()) else {}
         if self.source:
             return {"seed": self.seed, "task": task, "from": self.source.digests, "rl": self.rl, **own}
@@ -184,8 +184,8 @@ def evaluate(run: Quickstart, when: str) -> None:
     shutil.rmtree(target, ignore_errors=True)
     with run.sandbox() as url:
         # No doctor: the settings are those of the RL run, and every input comes from earlier stages.
-        environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
-        run.launch(run.rung.rl_launcher, overrides, target, target.with_suffix(".log"), **environment)
+        where = (target, target.with_suffix(".log"))
+        run.launch(run.rung.rl_launcher, overrides, *where, MODEL_PATH=str(model), SANDBOX_URL=url, DOCTOR="0")
     if not judged_files(target):
         raise CommandFailed(f"The evaluation wrote no records into {target}. See {target}.log.")
     if (shortcuts := run.out / "data" / "shortcuts.txt").is_file():  # of the small task
@@ -243,7 +243,7 @@ class Journal:
         return sum(entry["wall_s"] for entry in self.entries if entry["stage"] == step)
 
 
-def run_pipeline(run: Quickstart, stages: list[str]) -> None:
+def run_pipeline(run: Quickstart, stages: Sequence[str]) -> None:
     """Run the steps of `stages` that are not done yet; the report always.
 
     Raises:
@@ -258,13 +258,13 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
             "Start over with --fresh, or write elsewhere with --out."
         )
     if run.source:
-        take_source(run, journal)
+        take_source(run, run.source, journal)
     for step, stage, title, action, needs in STEPS:
         if stage not in stages or step in run.skipped:
             continue
         if journal.done(step):
-            taken = run.source and step in TAKEN_STEPS
-            print(f"[{step}] {f'taken from {run.source.folder}' if taken else 'done already'}", flush=True)
+            source = run.source if step in TAKEN_STEPS else None
+            print(f"[{step}] {f'taken from {source.folder}' if source else 'done already'}", flush=True)
             continue
         needs = ("data" if need in run.skipped else need for need in needs)
         missing = [need for need in needs if not journal.done(need)]
@@ -274,7 +274,7 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
                 continue
             raise CommandFailed(f"[{step}] needs {missing[0]}, which was not run. Run the quickstart without --stage.")
         titles = ("your own problems", "multi-turn SFT") if run.own.data else run.rung.titles
-        title = dict(zip(("data", "sft"), titles, strict=True)).get(step, title)
+        title = {"data": titles[0], "sft": titles[1]}.get(step, title)
         print(f"[{step}] {title}", flush=True)
         started, before = time.time(), journal.wall_s(step)
         entry = {"stage": step, "started": started, "settings": run.settings(step)}
@@ -292,29 +292,29 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
         report(run)
 
 
-def take_source(run: Quickstart, journal: Journal) -> None:
+def take_source(run: Quickstart, source: Source, journal: Journal) -> None:
     """Take data and SFT from the quickstart that `--from` names, unless that was done, and print what is taken.
 
     Raises:
         NoSource: a file changed while it was copied.
     """
-    print(run.source.describe(), flush=True)
+    print(source.describe(), flush=True)
     if all(journal.done(step) for step in TAKEN_STEPS):
         return
-    run.source.copy_to(run.out)
+    source.copy_to(run.out)
     for step in TAKEN_STEPS:
         now, settings = time.time(), run.settings(step)
         entry = {"stage": step, "started": now, "settings": settings, "finished": now, "status": "done"}
-        journal.add(**entry, wall_s=None, peak_gb=None, **{"from": str(run.source.folder)})
+        journal.add(**entry, wall_s=None, peak_gb=None, **{"from": str(source.folder)})
 
 
-def next_folder(run: Quickstart) -> Path:
+def next_folder(run: Quickstart, source: Path) -> Path:
     """Return the folder for another run from a quickstart's SFT: FOLDER-2, -3, ..., the first new one or this run's."""
-    source = run.source.folder
-    for number in itertools.count(2):
-        out = source.with_name(f"{source.name}-{number}")
-        if not out.exists() or ((out / JOURNAL).exists() and not Journal(out / JOURNAL).other_settings(run)):
-            return out
+
+    def is_free(out: Path) -> bool:
+        return not out.exists() or ((out / JOURNAL).exists() and not Journal(out / JOURNAL).other_settings(run))
+
+    return next(filter(is_free, (source.with_name(f"{source.name}-{number}") for number in itertools.count(2))))
 
 
 def delete_run(out: Path) -> None:
@@ -335,7 +335,7 @@ def delete_run(out: Path) -> None:
     shutil.rmtree(out)
 
 
-def start(run: Quickstart, stages: list[str], *, fresh: bool) -> None:
+def start(run: Quickstart, stages: Sequence[str], *, fresh: bool) -> None:
     """Run the stages in the run's folder, which nobody else uses meanwhile; if `fresh`, delete it first."""
     if fresh and run.out.exists():
         with lock_folder(run.out):
@@ -359,10 +359,10 @@ def main() -> None:
         rung = RUNGS[source.settings["sft"].get("model", "tiny") if source else args.model]
         path = args.model_path or os.environ.get("MODEL_PATH", "")
         model = {"rung": rung, "model_path": "" if rung is RUNGS["tiny"] else path, "own": own}
-        if out is None:
-            out = next_folder(Quickstart(Path(), *settings, supervisor=None, source=source, **model))
+        if source and out is None:
+            out = next_folder(Quickstart(Path(), *settings, source=source, **model), source.folder)
             print(f"[from] the new run is in {out}", flush=True)
-        run, stages = Quickstart(out, *settings, None, source, **model), args.stage or list(STAGES)
+        run, stages = Quickstart(out, *settings, source=source, **model), args.stage or list(STAGES)
         for each in [run, without_tool(run)] if args.compare else [run]:
             out = each.out
             start(each, stages, fresh=args.fresh)

@@ -63,11 +63,11 @@ def _code(source: str) -> str:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
-            said = node.body[0]
-            lines[said.lineno - 1 : said.end_lineno] = [""] * (said.end_lineno - said.lineno + 1)
+        has_body = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_body and ast.get_docstring(node) is not None:
+            start, end = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+            lines[start:end] = [""] * (end - start)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

@@ -37,7 +37,7 @@ SOCKETS = Path("/tmp/rl-colocate-zmq-*")  # verl binds them there, whatever TMPD
 _FINDING = re.compile(r"(?:OK|WARN|FAIL) +[a-z-]+ ")  # verl_ext/doctor/finding.py
 _RESUME = re.compile(r"Resume: .*")  # verl_ext/checkpoints/folder.py
 
-Watch = Callable[[], None]
+Watch = Callable[[], object]
 T = TypeVar("T")
 
 
@@ -231,7 +231,7 @@ def _left_behind(process: psutil.Process) -> set[Path]:
     """
     maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in maps if not line.endswith("(deleted)")}
-    sockets = {connection.laddr for connection in process.net_connections(kind="unix")}
+    sockets = {str(connection.laddr) for connection in process.net_connections(kind="unix")}
     return {path for path in mapped if path.parent == SHARED_MEMORY} | {
         Path(path) for path in sockets if Path(path).match(str(SOCKETS))
     }

@@ -98,7 +98,7 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
         acc, end = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None, ""
     if acc is not None and not (isinstance(acc, int | float) and 0 <= acc <= 1):
         raise ValueError(f"acc is {acc!r}, not a number from 0 to 1 or null")
-    is_judged = acc is not None and end not in INFRASTRUCTURE_FAILURES
+    judged = None if end in INFRASTRUCTURE_FAILURES else acc
     turns, calls = _turns_and_calls(row["output"])
     if "tool_calls" in row:
         _agree(turns, calls, *(int(row[name]) for name in ("tool_calls", "tool_errors", "tool_timeouts")))
@@ -118,8 +118,8 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "end_reason": str(end) or None,
         "exception": str(row["error"]) if row.get("error") else None,
         "fault": str(RolloutEnd(end).fault) if end in list(RolloutEnd) else None,
-        "score": score if is_judged else None,
-        "acc": float(acc) if is_judged else None,
+        "score": None if judged is None else score,
+        "acc": None if judged is None else float(judged),
         "reward_parts": json.dumps({name: row[name] for name in row if name not in _COLUMNS}, default=str),
         "verdict": {name: row.get(key) or None for name, key in _VERDICT},
         "trained_step": None if validate else row.get("step"),

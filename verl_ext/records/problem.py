@@ -37,7 +37,7 @@ def id_of(row: Mapping[str, Any], field: str = "id") -> str:
     """
     info = row.get("extra_info")
     value = info.get(field) if isinstance(info, Mapping) else None
-    value = value.item() if hasattr(value, "item") else value
+    value = value.item() if value is not None and hasattr(value, "item") else value
     if isinstance(value, float):
         value = None if math.isnan(value) else int(value) if value.is_integer() else value
     return "" if value is None else canonical(value)

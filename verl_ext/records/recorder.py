@@ -270,7 +270,7 @@ class Recorder:
         kind = path.parent.name
         with self._guard("written", kind):
             size = store.write(path, kind, rows, notes)
-            if kind != "waiting" and not (file := file_of(path)).validate:
+            if kind != "waiting" and (file := file_of(path)) and not file.validate:
                 self._sizes[file.step] = self._sizes.get(file.step, 0) + size
 
     @contextmanager

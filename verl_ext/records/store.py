@@ -5,7 +5,7 @@ Columns: schema.py. To read, use `tables` or `rows`: they name a file that canno
 
 import logging
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def cpu_seconds(run: Path) -> dict[int, float]:
     """Return step -> CPU seconds that its records took, in the recorder and in the processes that report to it. The
     time to write a file counts towards the next one, which may be that of a validation.
     """
-    found: Counter[int] = Counter()
+    found: defaultdict[int, float] = defaultdict(float)
     for file, table in tables(run, columns=()):
         found[file.step] += float(table.schema.metadata.get(CPU_KEY, 0))
     return {step: seconds for step, seconds in found.items() if seconds}

@@ -6,7 +6,7 @@ An agent-loop worker (rollout/workers.py) makes them when a group has ended. The
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 
@@ -22,7 +22,7 @@ MAX_OUTPUT = 2**15  # characters kept of a call's stdout, and as many of its std
 def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
     """Return the columns that a group's rollouts share; `sample`: the data set's row, with `uid` and `global_steps`."""
     index = sample.get("index")
-    index = index.item() if hasattr(index, "item") else index
+    index = index.item() if index is not None and hasattr(index, "item") else index
     truth = (sample.get("reward_model") or {}).get("ground_truth")
     return {
         "uid": sample["uid"],
@@ -91,7 +91,7 @@ def _exception(episode: Episode, calls: Sequence[Row]) -> str | None:
     """Return the infrastructure's message about its failure."""
     if episode.exception is not None:
         return text_of(episode.exception)
-    if episode.end == RolloutEnd.UNVERIFIED:
+    if episode.end == RolloutEnd.UNVERIFIED and episode.reward:
         return text_of(episode.reward.info.get("verdict") or None)
     if episode.end == RolloutEnd.ABORTED and episode.lost_servers:
         return text_of(f"no answer of {', '.join(episode.lost_servers)}")
@@ -123,7 +123,7 @@ def _turns_and_calls(turns: Sequence[Turn]) -> tuple[list[dict], list[dict]]:
 def _call(call: TurnCall, turn: int) -> dict[str, Any]:
     row = {"turn": turn, "tool": call.tool, "code": None, "stdout": None, "stderr": None, "fault": None}
     result = call.result
-    if call.malformed:
+    if call.malformed and result:
         said = text_of(result.output)
         return row | {"status": f"malformed:{call.malformed}", "stdout": said, "fault": str(Fault.MODEL)}
     arguments = call.arguments
@@ -165,6 +165,10 @@ def _json(value: Row) -> str:
         return json.dumps(value, default=str)
 
 
+@overload
+def text_of(value: None) -> None: ...
+@overload
+def text_of(value: object) -> str: ...
 def text_of(value: Any) -> str | None:
     """Return text as it is, and other values as JSON. Lone surrogates, which a model can write and no file of records
     takes, are spelled out."""

@@ -42,7 +42,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     first, compared = next((run.after for run in runs if run.after), None), []
     for name, run in zip(names, runs, strict=True):
         is_other = run.after and run.after is not first
-        difference = evaluation.to_json(evaluation.compare(first, run.after)) if is_other else None
+        difference = evaluation.to_json(evaluation.compare(first, run.after)) if first and is_other else None
         compared.append(Compared(name, run, summarize(run, evaluate_run(run)), difference))
     table = [header(), *map(row, compared)]
     out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def figure(compared: Sequence[Compared]) -> dict[str, list[Chart]]:
             seconds = dict(zip(*training_seconds(rl), strict=True))
             timed = [(seconds[step], acc) for step, acc in zip(steps, accs, strict=True) if step in seconds]
             by_step.append(Series(each.name, steps, accs))
-            by_time += [Series(each.name, *map(list, zip(*timed, strict=True)))] if timed else []
+            by_time += [Series(each.name, [at for at, _ in timed], [acc for _, acc in timed])] if timed else []
         marks += held_out(each.summary, f"{each.name}, held out")
         steps, lengths = rl.curve("train/model_tokens")
         tokens += [Series(each.name, steps, lengths)] if steps else []
@@ -129,11 +129,10 @@ def row(each: Compared) -> list[str]:
 def pairing(compared: Sequence[Compared]) -> str:
     """Say what the differences are from and how they are paired; "" if fewer than two runs were evaluated."""
     first = next((each.name for each in compared if each.run.after), "")
-    others = [each for each in compared if each.difference is not None]
-    found = [figures for each in others for figures in each.difference.values()]
+    found = [figures for each in compared for figures in (each.difference or {}).values()]
     units = sorted({"problem" if each["num_units"] == each["num_problems"] else "template" for each in found})
     how = f"Differences are from {first}, paired by {' or '.join(units)}, over the problems that both runs have."
-    apart = [f"{each.name} has no judged problem in common with {first}." for each in others if not each.difference]
+    apart = [f"{each.name} has no judged problem in common with {first}." for each in compared if each.difference == {}]
     return " ".join([how] * bool(units) + apart)
 
 

@@ -56,7 +56,7 @@ def read_run(folder: Path) -> RunContents:
     parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
     sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
     files, sides = _evaluations(folder, kind)
-    before, after = rows = tuple(store.read(file, COLUMNS).to_pylist() if file else [] for file in files)
+    before, after = (store.read(file, COLUMNS).to_pylist() if file else [] for file in files)
     configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
     return RunContents(
         folder=folder,
@@ -66,7 +66,7 @@ def read_run(folder: Path) -> RunContents:
         before=list(map(sample_of, before)),
         after=list(map(sample_of, after)),
         sides=sides,
-        rows=rows,
+        rows=(before, after),
         training_rollouts=_training_rollouts(rl) if rl else [],
         start_up=start_up(rl) if rl else None,
         stages=_read_stages(folder / STAGES),
@@ -80,7 +80,8 @@ def _evaluations(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | Non
         before, after = ((judged_files(folder / side) or [None])[-1] for side in SIDES)
         return (before, after), ("before RL", "after RL")
     files = judged_files(folder)
-    names = ["in this evaluation" if kind == "evaluation" else f"step {file_of(file).step}" for file in files]
+    steps = [found.step for file in files if (found := file_of(file))]
+    names = ["in this evaluation" if kind == "evaluation" else f"step {step}" for step in steps]
     if len(files) < 2:
         return (None, files[0] if files else None), ("", names[0] if names else "")
     return (files[0], files[-1]), (names[0], names[-1])

@@ -87,7 +87,9 @@ def worst_problems(before: Sequence[Sample], after: Sequence[Sample]) -> list[di
         for sample in side:
             if not sample.failure:
                 judged.setdefault(sample.problem_key(), []).append(sample)
-        means.append({key: fmean(sample.acc for sample in samples) for key, samples in judged.items()})
+        means.append(
+            {key: fmean(each.acc for each in samples if each.acc is not None) for key, samples in judged.items()}
+        )
     then, now = means
     wrong = [key for key in now if now[key] < 1]
     wrong.sort(key=lambda key: (now[key], now[key] - then.get(key, now[key]), _digest(*key)))

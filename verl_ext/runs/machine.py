@@ -72,9 +72,9 @@ def query_gpus() -> tuple[Gpu, ...]:
         starts = tuple(item for item in visible or [] if item.startswith("GPU-"))
         if visible is None or index in visible or uuid.startswith(starts):
             # not a number: [N/A], [Insufficient Permissions]
-            memory = (float(mib) / 1024 if mib.isdecimal() else None for mib in (total_mib, used_mib))
+            total, used = (float(mib) / 1024 if mib.isdecimal() else None for mib in (total_mib, used_mib))
             capability = float(rest[0]) if rest and rest[0].replace(".", "").isdecimal() else None
-            gpus.append(Gpu(name, *memory, driver, capability))
+            gpus.append(Gpu(name, total, used, driver, capability))
     if driver:
         gpus += [Gpu("MIG part", None, None, driver) for item in visible or [] if item.startswith("MIG-")]
     return tuple(gpus)

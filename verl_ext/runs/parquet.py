@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,15 +46,18 @@ def write(path: Path, rows: Rows, schema: pa.Schema | None = None, notes: Notes 
         OSError: the disk is full or read-only; nothing is left of the file.
         pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: a value does not have its column's type.
     """
-    tables = (
-        iter([rows if schema is None else rows.cast(schema)]) if isinstance(rows, pa.Table) else _tables(rows, schema)
-    )
+    if isinstance(rows, pa.Table):
+        table = cast(pa.Table, rows)  # pyarrow has no annotations, so the check narrows nothing
+        tables = iter([table if schema is None else table.cast(schema)])
+        schema = table.schema if schema is None else schema
+    else:
+        tables = _tables(rows, schema)
     path.parent.mkdir(parents=True, exist_ok=True)
     part, count = path.with_name(f"{path.name}.{os.getpid()}{PART}"), 0
     try:
         with (
             pa.OSFile(str(part), "wb") as file,
-            pq.ParquetWriter(file, rows.schema if schema is None else schema, **options) as writer,
+            pq.ParquetWriter(file, schema, **options) as writer,
         ):
             writer.add_key_value_metadata(dict(notes or {}))
             for table in _of_groups(tables):

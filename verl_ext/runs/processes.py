@@ -10,5 +10,5 @@ def end_with_parent() -> None:
 
     A pool's processes wait for work from a pipe, which each of them also holds open for writing.
     """
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -60,7 +60,7 @@ async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
 
 def overview(request: Request) -> Response:
     """Show the run page: curves of all runs, and each run's problems. `seen`: the runs' state before it was made."""
-    seen = state(request).body.decode()
+    seen = bytes(state(request).body).decode()
     shown = [(run.name, run.number, run.metrics()) for run in request.app.state.runs]
     beside = request.query_params.get("published")
     questions = curves.charts([*shown, ("published", None, curves.published())] if beside else shown)
@@ -101,8 +101,8 @@ def step_page(request: Request) -> Response:
         raise HTTPException(400, f"page is {number!r}, expected a whole number from 0.")
     if (sort := request.query_params.get("sort", "")) not in data.SORTS:
         raise HTTPException(400, f"sort is {sort!r}, expected one of {', '.join(filter(None, data.SORTS))}, or none.")
-    found = data.groups(run, key and [key], filters, int(number), sort)
-    choices = data.choices(run, key and [key])
+    keys = None if key is None else [key]
+    found, choices = data.groups(run, keys, filters, int(number), sort), data.choices(run, keys)
     values = {"number": int(number), "page_size": data.PAGE, "steps": list(run.files()), "sort": sort}
     return page(request, "step.html", run=run, key=key, found=found, filters=filters, choices=choices, **values)
 
@@ -160,9 +160,10 @@ def problem_page(request: Request) -> Response:
 def problems_page(request: Request) -> Response:
     """Compare two sides on the problems that both have, for example the first and the last validation."""
     offered = {f"{run.number}:{side}": (run, side) for run in request.app.state.runs for side in problems.sides(run)}
-    chosen = [offered.get(request.query_params.get(name, "")) for name in ("a", "b")]
-    again = all(chosen) and chosen[0][0] is chosen[1][0] and {side for _, side in chosen} == {"first", "last"}
-    samples = [problems.samples(*side, again=again) for side in chosen] if all(chosen) else []
+    names = [request.query_params.get(name, "") for name in ("a", "b")]
+    chosen = [offered[name] for name in names] if offered.keys() >= set(names) else []
+    again = bool(chosen) and chosen[0][0] is chosen[1][0] and {side for _, side in chosen} == {"first", "last"}
+    samples = [problems.samples(*side, again=again) for side in chosen]
     if again and not all(samples):
         raise HTTPException(404, f"{chosen[0][0].name} drew no problem in two steps. Choose other sides.")
     if empty := [

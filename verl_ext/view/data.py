@@ -223,9 +223,10 @@ class Run:
 
     def rows(self, key: str) -> Iterator[dict[str, Any]]:
         """Yield the rollouts of a file, with its `key`, a few in memory at a time; what follows damage is left out."""
-        path = self.files().get(key)
+        if (path := self.files().get(key)) is None:
+            return
         try:
-            for row in store.stream(path) if path else ():
+            for row in store.stream(path):
                 yield without_holes(row) | {"key": key}
         except FileNotFoundError:  # removed by retention or a resume since it was listed
             return

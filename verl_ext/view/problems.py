@@ -54,11 +54,11 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]
     if not common:
         return None
     paired = [[row for row in side if row.problem_key() in common] for side in (before, after)]
-    both = [figures.evaluate(side, draws=DRAWS) for side in paired]
+    one, other = (figures.evaluate(side, draws=DRAWS) for side in paired)
     difference = figures.compare(*paired, draws=DRAWS)
-    moved = [(name, id_, *map(fmean, accs[source, name, id_, gold])) for source, name, id_, gold in common]
+    moved = [(key[1], key[2], fmean(accs[key][0]), fmean(accs[key][1])) for key in common]
     moved.sort(key=lambda row: (-abs(row[3] - row[2]), row[0]))
-    return {"tables": figures.comparison_tables(*both, difference), "problems": moved[:100], "common": len(common)}
+    return {"tables": figures.comparison_tables(one, other, difference), "problems": moved[:100], "common": len(common)}
 
 
 def prompts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:

@@ -98,7 +98,7 @@ def waits(rows: Sequence[Interval]) -> list[dict[str, Any]]:
     for wait in (row for row in rows if row["lane"] == "trainer" and row["what"] == "wait"):
         inside = [row for row in others if wait["start_s"] < row["end_s"] <= wait["end_s"] + 1e-6]
         last = inside[-1] if inside else None
-        before = [row["end_s"] for row in inside if any(row[name] != last[name] for name in ("uid", "session"))]
+        before = [row["end_s"] for row in inside if last and any(row[key] != last[key] for key in ("uid", "session"))]
         alone = last["end_s"] - max(wait["start_s"], before[-1] if before else 0.0) if last else 0.0
         found.append({"s": wait["end_s"] - wait["start_s"], "last": last, "alone_s": alone})
     return sorted(found, key=lambda wait: -wait["s"])

@@ -73,7 +73,7 @@ def test_from_names_what_its_folder_lacks(source, gone):
 def test_each_from_gets_its_own_folder_and_the_same_command_gets_it_again(source, make_run, called):
     def start(rl):
         run = make_run(out=Path(), rl=rl, source=find_source(source))
-        run.out = pipeline.next_folder(run)
+        run.out = pipeline.next_folder(run, run.source.folder)
         run.out.mkdir(exist_ok=True)
         run_pipeline(run, ["rl"])
         return run.out.name
