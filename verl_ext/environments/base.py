@@ -239,8 +239,11 @@ def _schemas_of_methods(cls: type[Environment]) -> dict[str, dict]:
 
 
 def _schema(owner: type, name: str, method: Callable) -> dict:
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     try:
         schema = get_json_schema(MethodType(method, owner))  # bound, so that `self` is no argument

@@ -206,7 +206,8 @@ def _documents(source: Path) -> Iterator[tuple[str, str, str]]:
             raise ValueError(
                 f"{source}, document {number}: expected texts in id, title (optional) and text, got {row!r:.200}."
             )
-        yield tuple(_encodable(document[name]) for name in _COLUMNS)
+        name, title, text = (_encodable(document[name]) for name in _COLUMNS)
+        yield name, title, text
 
 
 def _encodable(text: str) -> str:

@@ -182,7 +182,7 @@ def function(parsed, names):
         with np.errstate(all="ignore"):
             found = np.asarray(compiled(*(np.asarray(value, dtype=float) for value in values)))
             found = found if found.dtype.kind in "fciu" else found.astype(complex)
-            found = np.where(np.abs(found.imag) <= 1e-12, found.real, np.nan).astype(float)
+            found = np.where(np.abs(np.imag(found)) <= 1e-12, np.real(found), np.nan).astype(float)
             return np.broadcast_to(found, np.shape(values[0]))
 
     return of

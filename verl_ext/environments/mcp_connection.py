@@ -201,7 +201,8 @@ class Connection:
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
         from mcp.client.stdio import StdioServerParameters, stdio_client
-        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
 
         if self.server.url:
             async with create_mcp_http_client(headers=dict(self.server.headers)) as http:

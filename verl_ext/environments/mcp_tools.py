@@ -52,6 +52,8 @@ class Mcp(Environment):
         ValueError: a setting cannot be used.
     """
 
+    call_s: float
+
     def __init__(
         self,
         config: Any = None,
@@ -110,6 +112,7 @@ class Mcp(Environment):
         """Make one call; see the module for whose error a failure is."""
         import mcp
 
+        assert self._connection is not None  # since `open`
         started, is_own = time.perf_counter(), not self._shared and not self._server.url
         try:
             result = await self._connection.call(call.tool, call.arguments, self.call_s)

@@ -52,6 +52,8 @@ class OpenEnv(Environment):
 
     writes_first = True
 
+    call_s: float
+
     def __init__(
         self,
         config: Any = None,
@@ -166,6 +168,8 @@ class OpenEnv(Environment):
         Raises:
             ConnectionError: the server has closed the connection, or does not speak the protocol.
         """
+        if self._socket is None:
+            raise ConnectionError("the session has ended")
         await self._socket.send_json(message)
         answer = await self._socket.receive()
         if answer.type is not aiohttp.WSMsgType.TEXT:
@@ -177,6 +181,8 @@ class OpenEnv(Environment):
             raise ConnectionError(f"expected a message of OpenEnv, got {answer.data!r:.200}") from error
 
     async def _is_healthy(self) -> bool:
+        if self._http is None:
+            return False
         with suppress(aiohttp.ClientError, OSError):
             async with asyncio.timeout(CLOSE_S), self._http.get(f"{self._url}/health") as answer:
                 return answer.status == 200

@@ -60,7 +60,7 @@ class Repository(Terminal):
         opening = await super().open(task)
         if unknown := self._packages - _absent:
             command = f"python3 -I -c {shlex.quote(INSTALLED)} {shlex.join(sorted(unknown))}"
-            result = await self._box.run(command, timeout_s=INSTALLED_S)
+            result = await self.box.run(command, timeout_s=INSTALLED_S)
             if result.status != "ok":
                 raise ToolUnavailable(
                     f"the search for {sorted(unknown)} in the sandbox: {result.message or result.stderr}"

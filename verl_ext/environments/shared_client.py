@@ -25,15 +25,12 @@ def shared_client(settings: Mapping[str, Any]) -> SandboxClient:
             `max_calls_per_s` (of all processes of the Ray cluster together). Other keys are ignored.
     """
     chosen = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
-    return _client(tuple(chosen.pop("urls")), tuple(sorted(chosen.items())))
+    return _client(tuple(chosen.pop("urls")), **chosen)
 
 
 @cache
-def _client(urls: tuple[str, ...], settings: tuple[tuple[str, float], ...]) -> SandboxClient:
-    options = dict(settings)
-    acquire = None
-    if "max_calls_per_s" in options:
-        acquire = RateLimit(options.pop("max_calls_per_s")).acquire
+def _client(urls: tuple[str, ...], max_calls_per_s: float | None = None, **options: Any) -> SandboxClient:
+    acquire = None if max_calls_per_s is None else RateLimit(max_calls_per_s).acquire
     return SandboxClient(urls, acquire=acquire, **options)
 
 

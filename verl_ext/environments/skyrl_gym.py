@@ -128,7 +128,7 @@ class SkyRlGym(Environment):
             if env is None and self._running.done() and not self._running.exception():
                 made = self._running.result()  # the episode was given up while it was made
                 env = made if isinstance(made, self._kind) else None
-        if hasattr(env, "close"):
+        if env is not None and hasattr(env, "close"):
             await self._do("", env.close)
 
     async def _do(self, text: str, method: Any, *args: Any, limit_s: float | None = None, **kwargs: Any) -> Any:

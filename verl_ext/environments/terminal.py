@@ -51,20 +51,27 @@ class Terminal(Environment):
     """An episode in a box.
 
     Attributes:
-        task: of the row, after `open`.
+        task: of the row, from `open` on.
         tests_said: the end of what the newest tests printed, for people.
     """
+
+    task: BoxTask
 
     def __init__(self, config: Any):
         super().__init__(config)
         self.sandbox = shared_client(config.retool.sandbox)
-        self.task: BoxTask | None = None
         self.tests_said = ""
         self._box: Box | None = None
         self._left_s = 0.0  # of `agent_s`
         self._is_submitted = False
         self._void = ""  # why there is nothing to test, by the doing of the model's programs
         self._ended: tuple[dict[str, Entry], str] | None = None  # what crosses over, and a note on what does not
+
+    @property
+    def box(self) -> Box:
+        """The box that the model works in."""
+        assert self._box is not None  # since `open`
+        return self._box
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
@@ -104,7 +111,7 @@ class Terminal(Environment):
     async def open(self, task: Mapping[str, Any]) -> Opening:
         """Begin the episode in a box with the task's image; see `Environment.open`."""
         self._begin(self.read(task))
-        await self._open(self._box, self.task.image)
+        await self._open(self.box, self.task.image)
         return await super().open(task)
 
     @tool
@@ -138,7 +145,7 @@ class Terminal(Environment):
         """Seal the box, and score what goes over; see `Environment.score`."""
         if self._ended is None and not self._void:
             self._ended = await self._seal()
-        if self._void:
+        if self._void or self._ended is None:
             return Score.graded(0.0, "", f"tests: not run, {self._void}")
         return await self._score(*self._ended)
 
@@ -154,8 +161,8 @@ class Terminal(Environment):
         if not (row := self.read(task)).solution:
             return False
         self._begin(row)
-        await self._open(self._box, archive.merge(row.image, row.solution))
-        result = await self._box.run(SOLVE, timeout_s=row.agent_s)
+        await self._open(self.box, archive.merge(row.image, row.solution))
+        result = await self.box.run(SOLVE, timeout_s=row.agent_s)
         if result.status == "sandbox_failure":
             raise ToolUnavailable(result.message)
         self.tests_said = _end_of(result)
@@ -183,7 +190,7 @@ class Terminal(Environment):
         if self._end():  # by an earlier call of this turn
             return CallResult("not run", ends=self._end())
         limit_s = min(timeout_s, self._left_s)
-        result = await self._box.run(command, timeout_s=limit_s, stdin=stdin)
+        result = await self.box.run(command, timeout_s=limit_s, stdin=stdin)
         if result.status == "sandbox_failure":
             return CallResult("", failure=result.message, attempts=result.attempts)
         self._left_s -= limit_s if result.status == "timeout" else result.run_s
@@ -213,10 +220,10 @@ class Terminal(Environment):
         """End the model's box, and return what goes over to the scoring box, and a note on what does not; or set
         `_void`."""
         try:
-            sealed = await self._box.seal(self.task.artifacts, max_bytes=MAX_ARTIFACTS)
+            sealed = await self.box.seal(self.task.artifacts, max_bytes=MAX_ARTIFACTS)
         except BoxUnavailable as error:
             raise ToolUnavailable(str(error)) from error
-        await self._box.close()  # so that episodes do not wait for each other's boxes
+        await self.box.close()  # so that episodes do not wait for each other's boxes
         try:
             found = await asyncio.to_thread(archive.unpack, sealed.archive, max_bytes=MAX_ARTIFACTS)
         except BadArchive as error:  # more files than it may have, by hard links

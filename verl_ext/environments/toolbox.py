@@ -66,7 +66,7 @@ class ToolEnvironment(Environment):
         self._closes = hasattr(interpreter, "close")
         self._interpreter, self._tools, self._timeout_s = interpreter, toolbox.tools, toolbox.timeout_s
         self._schemas = toolbox.schemas
-        self._instances: dict[str, str] = {}  # name of a BaseTool -> its instance
+        self._instances: dict[str, tuple[BaseTool, str]] = {}  # name -> the tool and its instance
         self._busy: dict[str, asyncio.Lock] = {}  # an instance runs the calls of a turn one after the other
         self._agent: AgentData | None = None
         self._setup = ""
@@ -90,7 +90,7 @@ class ToolEnvironment(Environment):
                         f"The tool {name!r} refused tools_kwargs.{name}.create_kwargs={create_kwargs!r:.200}: {error}. "
                         "Correct the row."
                     ) from error
-                self._instances[name], self._busy[name] = instance, asyncio.Lock()
+                self._instances[name], self._busy[name] = (tool, instance), asyncio.Lock()
         return Opening(messages, self._schemas)
 
     async def call(self, call: Call) -> CallResult:
@@ -123,14 +123,14 @@ class ToolEnvironment(Environment):
     async def close(self) -> None:
         """Release the instances of tools, each within RELEASE_S; one that fails to is logged."""
         instances, self._instances = self._instances, {}
-        releases = [self._release(name, instance) for name, instance in instances.items()]
+        releases = [self._release(name, *each) for name, each in instances.items()]
         if self._closes:
             releases.append(self._interpreter.close())
         await asyncio.gather(*releases)
 
-    async def _release(self, name: str, instance: str) -> None:
+    async def _release(self, name: str, tool: BaseTool, instance: str) -> None:
         try:
-            await asyncio.wait_for(self._tools[name].release(instance), RELEASE_S)
+            await asyncio.wait_for(tool.release(instance), RELEASE_S)
         except TimeoutError:
             logger.warning("The tool %s has not released its instance in %g s.", name, RELEASE_S)
         except Exception:  # a tool's code may raise anything; the episode has ended
@@ -199,7 +199,7 @@ class ToolEnvironment(Environment):
                 raise TypeError(f"The tool {call.tool!r} returned {said!r}: expected text.")
             response, reward, _ = normalize_function_tool_return(said)
         else:
-            instance = self._instances[call.tool]
+            _, instance = self._instances[call.tool]
             response, reward, _ = await tool.execute(instance, call.arguments, agent_data=self._agent)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")

@@ -15,7 +15,7 @@ from verl_ext.environments.by_name import Environments
 from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.episode import Episode, EpisodeKey, Score, TokenRow, ToolUse
 from verl_ext.outcome import RolloutEnd
-from verl_ext.reward.verifiers import Verifiers
+from verl_ext.reward.verifiers import HasGold, Verifiers
 from verl_ext.settings.domains import of_whole_run, read_domains
 
 EXPECTED = {"right": "1", "empty": "0", "untouched": "below 1"}  # "untouched": nothing was done in the environment
@@ -164,7 +164,7 @@ class Validator:
         verifier = self._verifiers.find(str(row.get("data_source") or ""), str(row.get("ability") or ""))
         truth = (row.get("reward_model") or {}).get("ground_truth")
         gold = (row.get("extra_info") or {}).get("gold_response")
-        if gold is None and hasattr(verifier, "gold"):
+        if gold is None and isinstance(verifier, HasGold):
             gold = verifier.gold(truth)
         sample = {**row, "raw_prompt": row.get(self._prompt_key)}
         for kind, text in (("empty", ""), ("right", gold)):

@@ -66,7 +66,7 @@ def fraction(decimal: re.Match) -> str:
 def parse(latex: str) -> sympy.Basic:
     latex = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varrho ", latex)  # the letter, which the parser takes for a function
     expression = latex2sympy(re.sub(r"(\d*)\.(\d+)", fraction, latex), conversion_config=CONVERSION)
-    expression = cast(sympy.Basic, expression)  # whatever else it is has no `subs`, which ends the comparison
+    expression = cast(sympy.Basic, expression)  # or a matrix, or what has no `subs`, which ends the comparison
     return expression if is_series(expression) else expression.subs(sympy.Symbol("i"), sympy.I)
 
 

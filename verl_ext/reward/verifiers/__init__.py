@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl_ext.reward.numbers import BrokenReward, finite
 from verl_ext.reward.score import Score
@@ -45,7 +45,7 @@ NAMES = BUILT_IN | {"mathematics": MATH, "judge": "verl_ext.reward.verifiers.jud
 class Verifier(Protocol):
     """A verifier, built once per worker process as `Verifier(config, **settings)` with the run's whole config.
 
-    It may have `gold(ground_truth) -> str`, a response that is right, which the doctor tries.
+    It may have `gold` of `HasGold` as well.
     """
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
@@ -60,6 +60,13 @@ class Verifier(Protocol):
                 model. An infrastructure failure (a server, say) raises nothing and gives the verdict "unknown". A
                 failure that the response itself causes is neither: see `verify_response`.
         """
+        ...
+
+
+@runtime_checkable
+class HasGold(Protocol):
+    def gold(self, ground_truth: Any) -> str:
+        """Return a response that is right, which the doctor tries."""
         ...
 
 
