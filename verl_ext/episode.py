@@ -159,6 +159,12 @@ class TokenRow:
     model_spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each turn of the model
     version_spans: list[Span] = field(default_factory=list)  # in order; tokens of tools are in none
 
+    def add(self, ids: list[int], mask: int, log_probs: list[float]) -> None:
+        self.ids += ids
+        self.mask += [mask] * len(ids)
+        if self.log_probs is not None:
+            self.log_probs += log_probs
+
     @property
     def num_model_tokens(self) -> int:
         return sum(end - start for start, end in self.model_spans)
@@ -324,6 +330,12 @@ class Episode:
     def end(self) -> RolloutEnd | str:
         """Return why it ended, by loop and verdict; see `outcome.rollout_end`."""
         return rollout_end({"finish_reason": self.finish_reason, **(self.reward.info if self.reward else {})})
+
+    @property
+    def given_reward(self) -> Reward:
+        """Return the reward of an episode that is scored."""
+        assert self.reward is not None, f"{self.key} is not scored"
+        return self.reward
 
     @property
     def is_truncated(self) -> bool:

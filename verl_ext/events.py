@@ -76,7 +76,7 @@ class Started:
 
     step: int
     waiting: Mapping[str, PromptEnd] = field(default_factory=dict)
-    decode: Callable[[list[int]], str] | None = None
+    decode: Callable[[list[int]], str] = field(kw_only=True)
 
 
 @dataclass(frozen=True)

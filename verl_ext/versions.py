@@ -19,7 +19,7 @@ PYTHON_VERSIONS = ("3.11", "3.12")
 
 
 class Library(Protocol):
-    """A module of another package, in which this package replaces names."""
+    """A module, or a class, of another package, in which this package replaces names."""
 
     def __getattr__(self, name: str, /) -> Any: ...
     def __setattr__(self, name: str, value: Any, /) -> None: ...

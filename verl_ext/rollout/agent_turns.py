@@ -25,8 +25,8 @@ def turns_of(leaves: Sequence[Leaf], called: Sequence[TurnCall], use: ToolUse, t
     index = {node: i for i, node in enumerate(nodes)}
     following: dict[Node, Node] = {}  # the first turn of the same row that continues from this one
     for node in nodes:
-        if node.parent in row_of and row_of[node.parent] == row_of[node]:
-            following.setdefault(node.parent, node)
+        if (before := node.parent) is not None and row_of.get(before) == row_of[node]:
+            following.setdefault(before, node)
     by_node = _called_by(nodes, called)
     turns = []
     for node in nodes:
@@ -43,7 +43,8 @@ def turns_of(leaves: Sequence[Leaf], called: Sequence[TurnCall], use: ToolUse, t
             row=row,
             fork=node.place.fork,
         )
-        turn.parent = None if index.get(before, -1) == len(turns) - 1 else index.get(before, -1)
+        parent = -1 if before is None else index.get(before, -1)
+        turn.parent = None if parent == len(turns) - 1 else parent
         after = following.get(node)
         said = [text for role, text in after.place.said if role == "tool"] if after else []
         turn.calls = _calls(node, by_node.get(node, []), said, use)
@@ -74,7 +75,7 @@ def _reply(after: Node, start: int, tokenizer: Any) -> Reply:
 def _called_by(nodes: Sequence[Node], called: Sequence[TurnCall]) -> dict[Node, list[TurnCall]]:
     found: dict[Node, list[TurnCall]] = {}
     for call in called:
-        before = [node for node in nodes if _answered_s(node) <= call.started_s]
+        before = [node for node in nodes if call.started_s is not None and _answered_s(node) <= call.started_s]
         found.setdefault(before[-1] if before else nodes[0], []).append(call)
     return found
 

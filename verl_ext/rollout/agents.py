@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from verl_ext.environments.base import selected
 from verl_ext.episode import CallResult, Episode, EpisodeKey, TokenRow, ToolUse, TurnCall
@@ -30,7 +29,7 @@ from verl_ext.gateway.server import Endpoint, Gateway
 from verl_ext.gateway.session import Sampled, Session
 from verl_ext.gateway.template import Template
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
-from verl_ext.protocols.base import ERROR_TOKENS, Call, MalformedCall, SegmentEncoder, cut_reply
+from verl_ext.protocols.base import ERROR_TOKENS, Call, MalformedCall, SegmentEncoder, cut_reply, decoded
 from verl_ext.protocols.call_json import short, what_is_wrong
 from verl_ext.records.problem import canonical, id_of
 from verl_ext.rollout.agent_turns import turns_of
@@ -41,6 +40,7 @@ from verl_ext.rollout.outside import NotTaken, OutsideStarter
 from verl_ext.rollout.response import CallCounts
 from verl_ext.rollout.sampled import sampled
 from verl_ext.rollout.starters import AgentCrashed, CommandStarter, FunctionStarter, Starter
+from verl_ext.rollout.stops import end_id
 from verl_ext.rollout.ways import Way
 from verl_ext.settings import OUTSIDE, AgentSettings
 from verl_ext.settings.checks import read_settings
@@ -57,7 +57,7 @@ class AgentFailed(RuntimeError):
     """The agent, or the run around it, is broken: it ended before the model had answered anything."""
 
 
-def loop_of_run(*args: Any, trainer_config: Any, **kwargs: Any) -> AgentLoopBase:
+def loop_of_run(*args: Any, trainer_config: Any, **kwargs: Any) -> EpisodeLoop:
     """Return the agent loop that a run's `retool.agent.run` asks for; arguments as of `EpisodeLoop`."""
     is_own = OmegaConf.select(trainer_config.config, "retool.agent.run") is not None
     return (AgentLoop if is_own else RetoolAgentLoop)(*args, trainer_config=trainer_config, **kwargs)
@@ -280,7 +280,7 @@ class AgentLoop(EpisodeLoop):
             names = tuple(tool["function"]["name"] for tool in node.place.tools or ())
             if node.parent is not None or names in self._shown_tools:
                 continue
-            prompt = self.tokenizer.decode(node.context)
+            prompt = decoded(self.tokenizer, node.context)
             if missing := [name for name in names if name not in prompt]:
                 raise AgentFailed(
                     f"The agent gives the model the tools {', '.join(names)}, but the chat template shows no "
@@ -291,7 +291,7 @@ class AgentLoop(EpisodeLoop):
 
     def _without_turn(self, run: _Run, episode: Episode, reason: RolloutEnd) -> Episode:
         """Return an episode in which the model wrote nothing; verl's tensors need a token, and nothing trains on it."""
-        episode.rows = [TokenRow(run.prompt_ids, [self.tokenizer.eos_token_id], [0], [0.0])]
+        episode.rows = [TokenRow(run.prompt_ids, [end_id(self.tokenizer)], [0], [0.0])]
         return self.ended(episode, reason, run.sampling_params)
 
     async def _generate(self, request_id: str, prompt_ids: list[int], params: dict[str, Any]) -> Sampled:
@@ -366,6 +366,7 @@ def _what_is_wrong(tools: Mapping[str, dict], name: str, arguments: dict[str, An
 
 def make_starter(settings: AgentSettings, run_folder: str) -> Starter:
     """Return what starts the agents of a run. Raises ValueError if there is no such agent."""
+    assert settings.run is not None, "without `retool.agent.run`, the built-in loop plays"
     if settings.run == OUTSIDE:
         return OutsideStarter(settings, run_folder)
     if isinstance(settings.run, str):

@@ -7,14 +7,15 @@ records.
 import functools
 import pkgutil
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
 
+from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, ToolListWrap
 
 from verl_ext.episode import Episode
 from verl_ext.outcome import RolloutEnd
-from verl_ext.protocols.base import checked_kwargs
+from verl_ext.protocols.base import checked_kwargs, decoded
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.rollout.encoded_prompts import EncodedPrompts
 from verl_ext.rollout.lives import Life
@@ -51,6 +52,7 @@ class EpisodeLoop(AgentLoopBase):
     """
 
     shared = True  # `play` keeps a sample's state in local variables, so LeanAgentLoopWorker uses one instance for all
+    tokenizer: PreTrainedTokenizerBase  # verl says AutoTokenizer, which only makes them
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -68,8 +70,10 @@ class EpisodeLoop(AgentLoopBase):
             repair_json=settings.repair_json,
         )
         self.ways = Ways(self.config, protocol, make, self.tokenizer, tools.tools if tools else [])
-        self.prompts = EncodedPrompts(lambda messages, tools: self.ct_build_initial_tokens(messages, tools=tools))
-        self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
+        # verl takes None for no tools, although its annotation lacks it.
+        encode = cast(Callable[..., Awaitable[list[int]]], self.ct_build_initial_tokens)
+        self.prompts = EncodedPrompts(lambda messages, tools: encode(messages, tools=tools))
+        self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: decoded(self.tokenizer, list(ids)))
         self._output_kind = pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
         self._is_repeatable = settings.get("repeatable", False)

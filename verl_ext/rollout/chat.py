@@ -28,6 +28,7 @@ from verl_ext.rollout.lives import Life
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.response import Rollout
 from verl_ext.rollout.servers import ServerFailure, ServerRefused, ask
+from verl_ext.rollout.stops import end_id
 from verl_ext.rollout.talk import Answer, Talk
 from verl_ext.rollout.ways import Way
 
@@ -168,7 +169,8 @@ class ChatServer:
             choice = said["choices"][0]
             message = choice["message"]
             refusal = str(message.get("refusal") or "")
-            tokens = [int((said.get("usage") or {}).get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+            used = said.get("usage") or {}
+            tokens = int(used.get("prompt_tokens") or 0), int(used.get("completion_tokens") or 0)
             usage = Usage(1, *tokens, int(bool(refusal) or choice.get("finish_reason") == _CONTENT_FILTER))
             called = [call["function"] for call in message.get("tool_calls") or []]
             calls = [{**function, "name": str(function["name"])} for function in called]
@@ -191,6 +193,8 @@ def _joined(content: Any) -> Any:
 class ChatLoop(RetoolAgentLoop):
     """The agent loop with a `ChatServer` as its `server_manager`."""
 
+    server_manager: ChatServer
+
     async def generate(
         self, rollout: Rollout, life: Life, way: Way, params: dict[str, Any], request_id: str, priority: int
     ) -> TokenOutput:
@@ -208,6 +212,6 @@ class ChatLoop(RetoolAgentLoop):
         text, ended = talk.turn_of(answer)
         ids = (await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=False))[: rollout.room]
         if ended and len(ids) < rollout.room:
-            ids.append(self.tokenizer.eos_token_id)
+            ids.append(end_id(self.tokenizer))
         used = Usage(**rollout.episode.from_server.get(USAGE, {})) + answer.usage
         return TokenOutput(token_ids=ids, stop_reason="completed", extra_fields={USAGE: asdict(used)})

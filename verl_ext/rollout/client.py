@@ -71,8 +71,8 @@ class Request(LLMServerClient):
         return output
 
 
-class _Turn:
-    """Mix-in before verl's client: a turn's output says what became of its requests."""
+class _Turn(Request):
+    """Stands before verl's client in that order: a turn's output says what became of its requests."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
         turn = self._turns[request_id] = TurnRequests()

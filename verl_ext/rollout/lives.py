@@ -149,8 +149,9 @@ async def _in_time(answer: Awaitable[T]) -> T:
     Raises:
         ToolUnavailable: there is none within ANSWER_S.
     """
+    limit = asyncio.timeout(ANSWER_S)
     try:
-        async with asyncio.timeout(ANSWER_S) as limit:
+        async with limit:
             return await answer
     except TimeoutError as error:
         if not limit.expired():

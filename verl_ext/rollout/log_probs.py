@@ -37,7 +37,7 @@ def checked_log_probs(log_probs: Sequence[float | None] | None, ids: Sequence[in
             f"{len(wrong)} of the {len(ids)} log-probs that the server sent are not finite, such as {wrong[0]}. "
             "See the server's log: weights or logits may be NaN."
         )
-    return found
+    return [each for each in found if each is not None]
 
 
 def check_log_probs_are_sent(config: DictConfig) -> None:

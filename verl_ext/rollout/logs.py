@@ -5,7 +5,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 
 def keep_warnings(logging_config: ModuleType) -> None:
@@ -23,7 +23,7 @@ def keep_warnings(logging_config: ModuleType) -> None:
             handler.setLevel(logging.NOTSET)
 
 
-def ignore_flush(module: ModuleType) -> None:
+def ignore_flush(module: Library) -> None:
     """Drop `flush=True` from a call of verl's logger, which raises TypeError (trainer_separate_async.py:179, 0.9.1).
 
     The call is only made with `hybrid_engine=false`.

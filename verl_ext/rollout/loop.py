@@ -25,12 +25,14 @@ from verl_ext.protocols.base import (
     MalformedCall,
     SegmentEncoder,
     cut_reply,
+    decoded,
 )
 from verl_ext.protocols.thinking import THINK_STOP
 from verl_ext.rollout.base import EpisodeLoop
 from verl_ext.rollout.lives import Life
 from verl_ext.rollout.response import Rollout
 from verl_ext.rollout.sampled import sampled
+from verl_ext.rollout.stops import end_id
 from verl_ext.rollout.ways import Way
 from verl_ext.rollout.weight_versions import joined, spans_of
 
@@ -150,10 +152,10 @@ class RetoolAgentLoop(EpisodeLoop):
         written = sampled(output, params)
         ids, aborted = written.ids, written.failed is not None
         log_probs = [0.0] * len(ids) if written.log_probs is None else written.log_probs
-        text = self.tokenizer.decode(so_far + ids)
+        text = decoded(self.tokenizer, so_far + ids)
         if not aborted and (kept := way.stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
-            text = self.tokenizer.decode(so_far + ids)
+            text = decoded(self.tokenizer, so_far + ids)
         written_by = [(end - begin, version) for begin, end, version in written.spans]
         row.version_spans = joined(row.version_spans, spans_of(written_by, len(row.ids), len(ids)))
         episode.from_server = written.from_server
@@ -163,9 +165,9 @@ class RetoolAgentLoop(EpisodeLoop):
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         ended = bool(ids) and ids[-1] in end_ids
         if ended:
-            episode.turns[-1].end = self.tokenizer.decode(ids[-1:])
+            episode.turns[-1].end = decoded(self.tokenizer, ids[-1:])
         is_over = ended or aborted or not rollout.room
-        following = None if is_over else way.stops.next(text, self.tokenizer.decode(ids), thinking)
+        following = None if is_over else way.stops.next(text, decoded(self.tokenizer, ids), thinking)
         rollout.is_turn_open, rollout.stop = following is not None, following or way.protocol.stop
         return text, ended, aborted
 
@@ -265,7 +267,7 @@ class RetoolAgentLoop(EpisodeLoop):
 
     def _ended(self, rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]) -> Episode:
         if not rollout.row.ids:  # aborted before its first token; verl's tensors need one, and nothing trains on it
-            rollout.add_reply([self.tokenizer.eos_token_id])
+            rollout.add_reply([end_id(self.tokenizer)])
         return self.ended(rollout.episode, reason, sampling_params)
 
 

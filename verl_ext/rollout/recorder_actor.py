@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_ext.records.recorder import REST_S, Recorder
@@ -47,5 +48,5 @@ def close(actor: Any) -> None:
     """Wait until the last files of a finished run are written, at most a minute. A failure is only a warning."""
     try:
         ray.get(actor.close.remote(), timeout=60)
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         logger.warning("recorder: the last steps may lack rollouts because it could not be closed (%s).", error)

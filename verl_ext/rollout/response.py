@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from verl_ext.episode import Episode, EpisodeKey, Reply, TokenRow, ToolUse, Turn
 from verl_ext.protocols.base import Call
@@ -45,20 +45,17 @@ class Rollout:
     requests: int = 0
     is_turn_open: bool = False  # the newest turn continues with the next request
     begins_thinking: bool = False  # the newest turn began within the thinking that prompt or reply opened
+    use: ToolUse = field(init=False, default_factory=ToolUse)
     episode: Episode = field(init=False)
     counts: CallCounts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.episode = Episode(self.key, rows=[TokenRow(self.prompt_ids)], use=ToolUse())
-        self.counts = CallCounts(self.episode.use)
+        self.episode = Episode(self.key, rows=[TokenRow(self.prompt_ids)], use=self.use)
+        self.counts = CallCounts(self.use)
 
     @property
     def row(self) -> TokenRow:
         return self.episode.row
-
-    @property
-    def use(self) -> ToolUse:
-        return self.episode.use
 
     @property
     def room(self) -> int:
@@ -77,13 +74,11 @@ class Rollout:
             turn = replace(turn, started_s=before.started_s, generate_s=before.generate_s + turn.generate_s)
         turns.append(turn)
         row.model_spans[len(row.model_spans) - self.is_turn_open :] = [(self.turn_start, len(row.ids) + len(ids))]
-        row.ids += ids
-        row.mask += [1] * len(ids)
-        row.log_probs += log_probs
+        row.add(ids, 1, log_probs)
 
-    def add_reply(self, ids: list[int], text: str = "", shown: Sequence[str] = (), role: str = "tool") -> None:
+    def add_reply(
+        self, ids: list[int], text: str = "", shown: Sequence[str] = (), role: Literal["tool", "user"] = "tool"
+    ) -> None:
         if self.episode.turns:
             self.episode.turns[-1].reply = Reply(text, len(ids), len(self.row.ids), list(shown), role)
-        self.row.ids += ids
-        self.row.mask += [0] * len(ids)
-        self.row.log_probs += [0.0] * len(ids)
+        self.row.add(ids, 0, [0.0] * len(ids))

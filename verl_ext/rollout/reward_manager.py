@@ -52,7 +52,7 @@ class RetoolRewardManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score one rollout for verl, the last one of several outputs. See `Rewarder.score_episode`."""
-        item = data[-1:][0]
+        item = data.slice(-1)[0]
         sample, responses, mask = item.non_tensor_batch, item.batch["responses"], item.batch["attention_mask"]
         num_tokens = int(mask[len(mask) - len(responses) :].sum())
         key = EpisodeKey(str(sample.get("uid", "")), int(sample.get("session_id", 0)))

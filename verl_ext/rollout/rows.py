@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_ext.episode import SUMMARY, Episode, EpisodeKey, Reward, from_row, summary_of
+from verl_ext.episode import SUMMARY, Episode, EpisodeKey, Reward, ToolUse, from_row, summary_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ def to_outputs(episode: Episode) -> list[AgentLoopOutput]:
 
 
 def _outputs(episode: Episode) -> Iterator[AgentLoopOutput]:
-    summary = summary_of(episode)
+    summary, use = summary_of(episode), episode.use or ToolUse()
     for row in episode.rows:
         versions = [version for *_, version in row.version_spans if version is not None]
         yield AgentLoopOutput(
@@ -51,7 +51,7 @@ def _outputs(episode: Episode) -> Iterator[AgentLoopOutput]:
             response_logprobs=row.log_probs,
             multi_modal_data={},
             num_turns=row.num_turns,
-            metrics=AgentLoopMetrics(generate_sequences=episode.use.generate_s, tool_calls=episode.use.tool_s),
+            metrics=AgentLoopMetrics(generate_sequences=use.generate_s, tool_calls=use.tool_s),
             extra_fields={
                 **episode.from_server,
                 "min_global_steps": min(versions, default=None),

@@ -1,12 +1,11 @@
 """One scored episode of any agent loop; in a validation, what failed outside the model is tried again."""
 
 import asyncio
-import itertools
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
@@ -18,6 +17,13 @@ from verl_ext.rollout.rows import of_outputs, to_outputs
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+@runtime_checkable
+class _GivesEpisodes(Protocol):
+    """A loop of this package (base.py)."""
+
+    async def roll_out(self, sampling_params: dict[str, Any], **kwargs: Any) -> Episode: ...
 
 
 class ScoredEpisodes:
@@ -54,7 +60,9 @@ class ScoredEpisodes:
         retries = self._retries if validate else 0
         extra = {"call_retries": retries} if validate else {}
         episode: Episode | None = None
-        for number in itertools.count(1):
+        number = 0
+        while True:
+            number += 1
             try:
                 if episode is None:
                     episode = await _new_episode(agent_loop, sampling_params, key, sample | extra)
@@ -100,7 +108,7 @@ class ScoredEpisodes:
 async def _new_episode(
     agent_loop: AgentLoopBase, sampling_params: dict[str, Any], key: EpisodeKey, sample: dict[str, Any]
 ) -> Episode:
-    if hasattr(agent_loop, "roll_out"):
+    if isinstance(agent_loop, _GivesEpisodes):
         return await agent_loop.roll_out(sampling_params, **sample)
     output = await agent_loop.run(sampling_params, **sample)
     return of_outputs(key, output if isinstance(output, list) else [output])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,7 @@ from verl_ext.episode import CallResult, Episode
 from verl_ext.protocols.base import Call, format_output
 from verl_ext.rollout import standalone
 from verl_ext.rollout.loop import RetoolAgentLoop
+from verl_ext.rollout.stops import end_id
 
 Tokens = tuple[list[int], list[int]]  # (ids, loss mask) of a trace
 
@@ -63,7 +64,7 @@ async def roll_out(
     turns = iter([[i for i, _ in group] for own, group in parts if own])
 
     async def generate(**_: Any) -> TokenOutput:
-        return TokenOutput(token_ids=next(turns, [tokenizer.eos_token_id]), stop_reason="completed")
+        return TokenOutput(token_ids=next(turns, [end_id(tokenizer)]), stop_reason="completed")
 
     size = len(trace[0])
     long = {"prompt_length": size, "response_length": 2 * size}
@@ -105,15 +106,14 @@ async def play_agent(
     Raises:
         AgentFailed, Exception: see `AgentLoop.play`.
     """
-    ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    ids = [*tokenizer.encode(answer, add_special_tokens=False), end_id(tokenizer)]
 
     async def generate(**_: Any) -> TokenOutput:
         return TokenOutput(token_ids=list(ids), stop_reason="completed")
 
     quiet = {"retool": {"recorder": {"enable": False}}}
-    loop = standalone.make_loop(
-        OmegaConf.merge(config, quiet), SimpleNamespace(generate=generate), tokenizer, list(tools), hf_model_type=None
-    )
+    merged, server = cast(DictConfig, OmegaConf.merge(config, quiet)), SimpleNamespace(generate=generate)
+    loop = standalone.make_loop(merged, server, tokenizer, list(tools), hf_model_type=None)
     try:
         return await loop.roll_out({"temperature": 1.0, "logprobs": False}, **task)
     finally:

@@ -6,7 +6,7 @@ Both replace verl's `LLMServerClient` of training: `generate` takes and returns 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from uuid import uuid4
 
 import torch
@@ -14,12 +14,18 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.protocols.base import decoded
 from verl_ext.protocols.code import CODE_START
 from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 from verl_ext.rollout.sampled import FAILED_STOPS
+from verl_ext.rollout.stops import end_id
+
+if TYPE_CHECKING:
+    from vllm.logprobs import Logprob
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 # The `sampling_params` that every server gets, so that no generation_config.json decides instead.
-NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL: dict[str, Any] = {"min_p": 0.0, "repetition_penalty": 1.0}
 _PROBE = "<code>\nprint(1 + 1)\n</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
 
 
@@ -99,7 +105,8 @@ class VllmServer:
         self.seeded = devices > 0
         self.max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
         batched = rollout.max_num_batched_tokens
-        own = OmegaConf.to_container(OmegaConf.select(rollout, "engine_kwargs.vllm") or OmegaConf.create())
+        given = OmegaConf.select(rollout, "engine_kwargs.vllm") or OmegaConf.create()
+        own = cast(dict[str, Any], OmegaConf.to_container(given))
         own.pop("worker_extension_cls", None)  # loads weights that a trainer sends
         self._settings = {
             "model": str(model),
@@ -121,7 +128,7 @@ class VllmServer:
             "disable_log_stats": True,
             **{name: value for name, value in own.items() if value is not None},
         }
-        self._engine = None
+        self._engine: AsyncLLM | None = None
 
     def start(self) -> None:
         """Load the weights; call it within the event loop that `generate` runs in."""
@@ -141,6 +148,7 @@ class VllmServer:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        assert self._engine is not None, "`start` comes first"
         params = NEUTRAL | sampling_params
         _vary_seed(params, prompt_ids)
         try:
@@ -153,7 +161,8 @@ class VllmServer:
             raise ServerFailure("vLLM's engine failed or aborted the request")
         written = final.outputs[0]
         ids = list(written.token_ids)
-        log_probs = written.logprobs and [each[i].logprob for i, each in zip(ids, written.logprobs, strict=True)]
+        each_token = cast("list[dict[int, Logprob]] | None", written.logprobs)  # of another form only if asked for
+        log_probs = None if each_token is None else [each[i].logprob for i, each in zip(ids, each_token, strict=True)]
         return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
 
     async def aclose(self) -> None:
@@ -190,7 +199,7 @@ class OpenAiServer:
         self.max_model_len: int | None = None
         self.interface = ""
         self._ids_in = self._ids_out = True
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._tokenizer: PreTrainedTokenizerBase  # from `connect`
 
     async def find_model(self) -> None:
         """Ask the server what it serves; set `model`, `root` and `max_model_len`.
@@ -245,7 +254,7 @@ class OpenAiServer:
     ) -> TokenOutput:
         params = {name: value for name, value in sampling_params.items() if name not in ("output_kind", "logprobs")}
         _vary_seed(params, prompt_ids)
-        request = {"model": self.model, "prompt": prompt_ids if self._ids_in else self._tokenizer.decode(prompt_ids)}
+        request = {"model": self.model, "prompt": prompt_ids if self._ids_in else decoded(self._tokenizer, prompt_ids)}
         if self._ids_out:
             choice = await self._choice(request | NEUTRAL | params | {"return_token_ids": True})
             return TokenOutput(token_ids=choice["token_ids"], stop_reason="completed", extra_fields={})
@@ -266,7 +275,7 @@ class OpenAiServer:
         for stop in stops:
             if choice[told] == stop if told else text.rfind(CODE_START) > text.rfind(stop):
                 return self._tokenizer.encode(text + stop, add_special_tokens=False)
-        return [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
+        return [*self._tokenizer.encode(text, add_special_tokens=False), end_id(self._tokenizer)]
 
     async def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
         choice = (await self._request("/completions", request))["choices"][0]

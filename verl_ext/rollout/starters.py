@@ -48,9 +48,12 @@ class AgentCrashed(Exception):
 class Endpoint(Protocol):
     """Where an agent asks (gateway/server.py): `base_url` ends with /v1, `api_key` is a secret of the episode."""
 
-    base_url: str
-    api_key: str
-    model: str
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def model(self) -> str: ...
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallResult: ...
 
@@ -64,6 +67,7 @@ class Starter(Protocol):
 
         It raises `AgentCrashed`. It may be cancelled.
         """
+        ...
 
 
 class AgentEndpoint:
@@ -282,7 +286,7 @@ class _Process:
             **{"NO_PROXY": direct, "no_proxy": direct},
         }
         self._lock = threading.Lock()
-        self._printed: BinaryIO | None = None
+        self._printed: BinaryIO  # set together with `_group`
         self._group: int | None = None  # while its leader is not reaped, so that the number is no other process's
         self._is_killed = False
 

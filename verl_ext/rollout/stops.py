@@ -1,13 +1,18 @@
 """Where the engine stops within a turn of the model, and which of the tokens that it sent belong to the turn."""
 
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.protocols.base import ToolProtocol
+from verl_ext.protocols.base import ToolProtocol, decoded
 from verl_ext.protocols.thinking import THINK_STOP, is_thinking, opens_thinking
 
 _FRAME_TOKENS = 16  # before a turn, in which an opened `<think>` is found
+
+
+def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of a chat model's end token, which transformers types as anything."""
+    return cast(int, tokenizer.eos_token_id)
 
 
 class Stops:
@@ -34,7 +39,7 @@ class Stops:
 
     def begins_thinking(self, before: list[int]) -> bool:
         """Return whether the tokens before a turn, from prompt or reply, leave the model within its thinking."""
-        return opens_thinking(self._tokenizer.decode(before[-_FRAME_TOKENS:]))
+        return opens_thinking(decoded(self._tokenizer, before[-_FRAME_TOKENS:]))
 
     def length(self, ids: list[int], text: str, thinking: bool) -> int:
         """Return how many tokens hold the turn up to its call: all, unless the engine missed the stop and continued.
@@ -53,7 +58,7 @@ class Stops:
         return low
 
     def _has_call(self, ids: list[int], thinking: bool) -> bool:
-        return self._protocol.call_end(self._tokenizer.decode(ids), thinking=thinking) is not None
+        return self._protocol.call_end(decoded(self._tokenizer, ids), thinking=thinking) is not None
 
     def next(self, text: str, sent: str, thinking: bool) -> str | None:
         """Return the next stop of a turn that continues because it stopped where no call ended; None if it is over.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.episode import Turn, Usage
+from verl_ext.episode import Reply, Turn, Usage
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, ToolProtocol
 from verl_ext.protocols.call_json import what_is_wrong
 from verl_ext.protocols.code import CODE_START, CODE_STOP, CodeProtocol, split_call
@@ -86,13 +86,14 @@ class Talk:
         result = [{"role": "system", "content": said}] * bool(said)
         result += [message for message in opening if message["role"] != "system"]
         for number, turn in enumerate(turns):
-            text, shown = self._plain(turn), turn.reply.shown if turn.reply else []
+            text, reply = self._plain(turn), turn.reply or Reply("", 0, 0)
+            shown = reply.shown
             if not turn.calls:  # a user replied
                 result += [{"role": "assistant", "content": text}]
                 result += [{"role": "user", "content": each} for each in shown]
             elif self.style == "continue" and self._is_code and not turn.end:
                 before = result.pop()["content"] if result[-1]["role"] == "assistant" else ""
-                result.append({"role": "assistant", "content": before + text + turn.reply.text})
+                result.append({"role": "assistant", "content": before + text + reply.text})
             elif self.style == "tools" and not any(call.malformed for call in turn.calls):
                 result += self._by_tools(text, turn, shown, number)
             else:

@@ -23,18 +23,18 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """
     if not episodes:
         return {}
-    uses = [episode.use for episode in episodes]
+    uses = [episode.use or ToolUse() for episode in episodes]
     calls = np.array([use.calls for use in uses])
-    right = np.array([episode.reward.acc > 0 for episode in episodes])
+    right = np.array([episode.given_reward.acc > 0 for episode in episodes])
     ok = np.array([use.ok for use in uses])
     errors = sum((Counter(use.errors) for use in uses), Counter())
     malformed = sum((Counter(use.malformed) for use in uses), Counter())
     num_calls, num_failed = int(calls.sum()), errors.total() + malformed.total()
     generate_s, tool_s = _sum(uses, "generate_s"), _sum(uses, "tool_s")
     positions = [
-        episode.use.first_call_token / episode.row.model_spans[-1][1]
-        for episode in episodes
-        if episode.use.first_call_token is not None
+        use.first_call_token / episode.row.model_spans[-1][1]
+        for use, episode in zip(uses, episodes, strict=True)
+        if use.first_call_token is not None
     ]
     spans = [row.model_spans for episode in episodes for row in episode.rows]
     turns = [end - start for own in spans for start, end in own]

@@ -9,18 +9,17 @@ from verl_ext.protocols.base import CODE_TOOL, ToolProtocol
 from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.protocols.text import TextProtocol
 from verl_ext.rollout.stops import Stops
-from verl_ext.settings import Domain
-from verl_ext.settings.domains import of_whole_run, read_domains
+from verl_ext.settings.domains import RunDomain, of_whole_run, read_domains
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the episodes of a domain run; limits are those of `Domain`."""
+    """How the episodes of a domain run; limits are those of `RunDomain`."""
 
     protocol: ToolProtocol
     stops: Stops
     environments: Environments
-    limits: Domain
+    limits: RunDomain
 
 
 class Ways:
@@ -63,7 +62,7 @@ class Ways:
     def __iter__(self) -> Any:
         return iter((self._of_others, *self._of_domain.values()))
 
-    def _make(self, where: str, limits: Domain) -> Way:
+    def _make(self, where: str, limits: RunDomain) -> Way:
         name = self._protocol or limits.protocol
         protocol = self._make_protocol(name)
         can_call_tools = isinstance(protocol, HermesProtocol)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
@@ -52,7 +52,8 @@ SEND_AFTER_S = {"sync": 5.0, "colocate_async": 0.25, "separate_async": 0.25}
 STATUS_PAUSES_S = (1.0, 5.0, 25.0)  # before each try to store the status of a prompt that could not be stored
 
 
-class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+# Ray's type of an actor class hides the class that it was made of.
+class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # pyright: ignore[reportAttributeAccessIssue]
     """Instantiates agent loops directly, skips the load balancer if it has nothing to balance, scores rollouts itself,
     and stores a prompt's rollouts together when the last has ended.
 
@@ -109,7 +110,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         for pause_s in STATUS_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
-                return await tq.async_kv_put(key=uid, partition_id=partition_id, tag={"status": "failure"})
+                await tq.async_kv_put(key=uid, partition_id=partition_id, tag={"status": "failure"})
+                return
             except Exception:
                 logger.exception("The status of the prompt %s could not be stored", uid)
         logger.critical("The trainer would wait forever for the prompt %s, so this process exits.", uid)
@@ -151,7 +153,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 episode.ended_s = time.time()
                 group.episodes.append(episode)
             group.running -= 1
-            if group.running == 0 and group.episodes:
+            if self.reports and group.running == 0 and group.episodes:
                 self.reports.end(group, sample)
             if group.running == 0 and group.keys:  # even if this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
@@ -255,7 +257,8 @@ def _start_agent_loops(
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         is_sync = config.trainer.v1.trainer_mode == "sync"
         client_class = TurnClient if is_sync else AsyncTurnClient
-        client = client_class(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+        settings = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        client = client_class(cast(DictConfig, settings))
         client.keep_server(server_id, handle)
         server.agent_loop_worker = LeanAgentLoopWorker(config, client, None, reward_loop_worker_handles)
 

@@ -4,11 +4,11 @@ In: a run's config. Out: its domains, each with the run's own value for what its
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.settings import Domain, Retool
-from verl_ext.settings.checks import check
+from verl_ext.settings.checks import check, key
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,7 +17,18 @@ if TYPE_CHECKING:
 _OF_RUN = ("environment", "protocol", "max_tool_calls", "max_tool_response_tokens", "turn_s", "episode_s")
 
 
-def read_domains(config: "DictConfig") -> dict[str, Domain]:
+@dataclass(frozen=True, kw_only=True)
+class RunDomain(Domain):
+    """A domain with the run's own values for what its row leaves out."""
+
+    environment: str | dict | list = key()
+    protocol: str = key()
+    max_tool_calls: int = key()
+    max_tool_response_tokens: int = key()
+    response_tokens: int = key()
+
+
+def read_domains(config: "DictConfig") -> dict[str, RunDomain]:
     """Return the domains of a run by `data_source`, in the table's order; none if it has no table.
 
     Raises:
@@ -33,18 +44,18 @@ def read_domains(config: "DictConfig") -> dict[str, Domain]:
     return domains
 
 
-def with_run(domain: Domain, config: "DictConfig") -> Domain:
-    """Return a domain with the run's own values in place of None, as far as the run has them."""
+def with_run(domain: Domain, config: "DictConfig") -> RunDomain:
+    """Return a domain with the run's own values in place of None."""
     found = {name: _plain(config, f"retool.{name}") for name in _OF_RUN}
     if found["environment"] is None:  # not [], an environment without tools
         found["environment"] = Retool.environment
     found["response_tokens"] = _plain(config, "actor_rollout_ref.rollout.response_length")
     if found["response_tokens"] and domain.response_tokens:
         domain = replace(domain, response_tokens=min(domain.response_tokens, found["response_tokens"]))
-    return replace(domain, **{name: value for name, value in found.items() if getattr(domain, name) is None})
+    return RunDomain(**vars(domain) | {name: value for name, value in found.items() if getattr(domain, name) is None})
 
 
-def of_whole_run(config: "DictConfig") -> Domain:
+def of_whole_run(config: "DictConfig") -> RunDomain:
     """Return what holds for a row of no domain: the run's own values."""
     return with_run(Domain(), config)
 
@@ -56,9 +67,9 @@ def use_files(config: "DictConfig") -> None:
         ValueError: as `read_domains`.
     """
     domains = read_domains(config).values()
-    for split, key in (("train", "train_files"), ("val", "val_files")):
+    for split, name in (("train", "train_files"), ("val", "val_files")):
         if files := dict.fromkeys(file for domain in domains for file in _listed(getattr(domain, split))):
-            config.data[key] = [*files]
+            config.data[name] = [*files]
 
 
 def check_sources(config: "DictConfig", split: str, sources: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ from verl_ext.objectives.mean import episode_factors, unit_factors
 from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
 from verl_ext.settings.cautions import WITHOUT_GROUPS
 from verl_ext.trainer.joined_rows import JoinedRows
-from verl_ext.trainer.queue import real_keys
-from verl_ext.versions import VERL, require_versions
+from verl_ext.trainer.queue import partition_of, real_keys
+from verl_ext.versions import VERL, Library, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator besides verl's; the doctor reads them here
 OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
@@ -64,7 +64,7 @@ def _tir_otb(
     return result, torch.where(mask, token_level_rewards, 0).flip(-1).cumsum(-1).flip(-1)
 
 
-def replace_in(trainer_base: ModuleType) -> None:
+def replace_in(trainer_base: Library) -> None:
     """trainer/ppo/v1/trainer_base.py (0.9.1) calls `group_advantages` (:1775) and `corrected` (:1771), not verl's."""
     require_versions(VERL, "verl_ext/trainer/advantages.py")
     verls = trainer_base.compute_advantage_for_multi_trajectories
@@ -204,7 +204,8 @@ def _estimate(data: Any, estimator: str, settings: dict) -> Any:
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
     if estimator not in ("tir_otb", "tir_optimal_token_baseline"):  # one formula; ours handles equal rewards
-        return compute_advantage(data, adv_estimator=estimator, **settings)
+        # verl's registry also takes a name.
+        return compute_advantage(data, adv_estimator=estimator, **settings)  # pyright: ignore[reportArgumentType]
     batch = data.batch  # verl passes `sum_pi_squared` only to estimators with its own names (ray_trainer.py:265)
     needed = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared")
     batch["advantages"], batch["returns"] = _tir_otb(
@@ -220,9 +221,10 @@ def keep_sum_pi_squared(batch: KVBatchMeta) -> None:
     from verl.workers.utils.padding import response_from_nested
 
     fields = ["sum_pi_squared", "response_mask"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    partition = partition_of(batch)
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=partition, select_fields=fields)
     found = response_from_nested(data["sum_pi_squared"], data["response_mask"])
-    _put(batch.keys, batch.partition_id, sum_pi_squared=found.float())
+    _put(batch.keys, partition, sum_pi_squared=found.float())
 
 
 def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
@@ -258,10 +260,11 @@ def scale(
     if not chosen:
         return {}
     keys, factors, names = [keys[i] for i in chosen], factors[chosen], [batch.keys[i] for i in chosen]
-    data = tq.kv_batch_get(keys=names, partition_id=batch.partition_id, select_fields=["advantages"])
-    advantages = data["advantages"]
+    partition = partition_of(batch)
+    data = tq.kv_batch_get(keys=names, partition_id=partition, select_fields=["advantages"])
+    advantages = cast(Tensor, data["advantages"])
     scaled = [row * factor for row, factor in zip(advantages.unbind(), factors.to(advantages.dtype), strict=True)]
-    _put(names, batch.partition_id, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))
+    _put(names, partition, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))
     return dict(zip(keys, factors.tolist(), strict=True))
 
 

@@ -41,7 +41,8 @@ class Curriculum(Observer):
 
     def is_drawn(self, domain: str, number: int, epoch: int) -> bool:
         """Tell whether a problem is drawn in this epoch of its domain."""
-        share = {"easy": self.settings.easy_share, "hard": self.settings.hard_share}.get(self.pool(domain, number), 1.0)
+        shares = {"easy": self.settings.easy_share, "hard": self.settings.hard_share}
+        share = 1.0 if (pool := self.pool(domain, number)) is None else shares.get(pool, 1.0)
         is_drawn = share == 1.0 or random.Random(f"{self._seed}/{domain}/{epoch}/{number}").random() < share
         self._left_out += not is_drawn
         return is_drawn
@@ -51,8 +52,9 @@ class Curriculum(Observer):
 
     def observe(self, uid: str, accs: Sequence[float]) -> None:
         """Learn how a group ended. `accs`: of its rollouts that no infrastructure failure hit; none teach nothing."""
-        domain, number = self._in_flight.pop(uid, (None, None))
-        if domain is not None and len(accs):
+        found = self._in_flight.pop(uid, None)
+        if found is not None and len(accs):
+            domain, number = found
             self._rates[domain][number] = sum(accs) / len(accs)
 
     def on_ended(self, event: Ended) -> dict[str, float]:

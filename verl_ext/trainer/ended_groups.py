@@ -146,4 +146,4 @@ class EndedGroups(ReplayBufferAsync):
             counts.ends[end] += 1
             counts.seen += ended
             counts.judged += judged
-        self._accs[uid] = [episode.reward.acc for episode in judged]
+        self._accs[uid] = [episode.given_reward.acc for episode in judged]

@@ -54,13 +54,13 @@ class EndedGroup:
         Raises:
             ValueError: the server reported no version.
         """
-        unknown = [key for key in self.valid if self.oldest[key] is None]
-        if unknown:
+        oldest = {key: age for key in self.valid if (age := self.oldest[key]) is not None}
+        if unknown := [key for key in self.valid if key not in oldest]:
             raise ValueError(
                 f"sampler_kwargs.max_staleness needs the version of the weights of every token, but {unknown[0]} has "
                 "none because its server sends no `global_steps`. Set max_staleness=null."
             )
-        stale = [key for key in self.valid if self.oldest[key] < version]
+        stale = [key for key, age in oldest.items() if age < version]
         for key in stale:
             del self.valid[key]
         self.excluded |= dict.fromkeys(stale, TOO_OLD)
@@ -126,7 +126,7 @@ def left_out(
     valid = [episode for episode in episodes if episode.key not in excluded]
     if not rule or not valid:  # a group without a valid episode is replaced
         return []
-    right = [episode.reward.acc > 0 for episode in valid]
+    right = [episode.given_reward.acc > 0 for episode in valid]
     uses = [episode.use or ToolUse() for episode in valid]  # other loops count no calls
     penalties = [penalty(use.calls, use.failed) for use in uses]
     kept = {valid[i].key for i in keep(right, penalties, min(len(episodes) // 2, len(valid)), rule=rule, rng=rng)}
@@ -151,7 +151,7 @@ def end_group(
     valid = [each for each in episodes if each.key not in excluded]
     group = EndedGroup(
         end=PromptEnd.OPEN,
-        valid={each.key: metric_of(each.reward.info, metric) for each in valid},
+        valid={each.key: metric_of(each.given_reward.info, metric) for each in valid},
         excluded=excluded,
         void=[each.key for each in valid if void_turn_filter == "loss" and has_void_turn(each)],
         dropped=left_out(episodes, excluded, resample, rng),

@@ -30,7 +30,8 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature
 
 
 def _new_matrices(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty(rows, vocabulary, dtype=dtype, device=device) for _ in range(2))
+    new = functools.partial(torch.empty, rows, vocabulary, dtype=dtype, device=device)
+    return new(), new()
 
 
 _kept_matrices = functools.cache(_new_matrices)

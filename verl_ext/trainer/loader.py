@@ -71,7 +71,7 @@ class DomainLoader:
         self._domains, self._choose, self._curriculum = domains, choose, curriculum
         seeds = {name: None if seed is None else f"{seed}/{name}" for name in rows}
         self._orders = {name: Order(len(numbers), seeds[name]) for name, numbers in rows.items()}
-        self._newest: tuple[str, int] | None = None  # domain, and number of the row among the domain's
+        self._newest: tuple[str, int]  # domain, and number of the row among the domain's
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self

@@ -5,6 +5,8 @@ verl 0.9.1 takes equally many rows for each update, in the order in which each r
 `train_mini_batch`).
 """
 
+from typing import cast
+
 import torch
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
@@ -76,7 +78,7 @@ def lay_out(
     work = calculate_workload(torch.tensor([tag["seq_len"] for tag in batch.tags]))
     partitions: list[list[int]] = [[] for _ in range(ranks)]
     for part in parts:
-        shares = get_seqlen_balanced_partitions(work[part], k_partitions=ranks, equal_size=True)
-        for partition, share in zip(partitions, shares, strict=True):
+        shares = get_seqlen_balanced_partitions(work[part].tolist(), k_partitions=ranks, equal_size=True)
+        for partition, share in zip(partitions, cast(list[list[int]], shares), strict=True):
             partition += [part[i] for i in share]
     return batch, partitions

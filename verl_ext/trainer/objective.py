@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -35,6 +35,7 @@ from verl_ext.objectives.sapo import sapo
 from verl_ext.objectives.terms import Terms, Tokens, log_ratio
 from verl_ext.objectives.tir_otb import OF_TOKENS
 from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT, MASKED, NOT_FINITE
+from verl_ext.versions import Library
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +140,11 @@ def policy_loss(
             f"bypass_mode={str(not loss.weights).lower()}. objective=NAME sets both."
         )
     sampled = response_mask.bool()
-    numbers = [log_prob, old_log_prob, advantages, *([rollout_is_weights] if loss.weights else [])]
+    weights = [] if rollout_is_weights is None else [rollout_is_weights]
+    numbers = [log_prob, old_log_prob, advantages, *weights]
     usable = functools.reduce(torch.logical_and, map(torch.isfinite, numbers), sampled)
-    tokens = Tokens(*(torch.where(usable, each, 0) for each in numbers[:3]), usable)
-    if loss.weights:
-        tokens = tokens._replace(weights=torch.where(usable, rollout_is_weights, 0))
+    log_prob, old_log_prob, advantages, *weights = (torch.where(usable, each, 0) for each in numbers)
+    tokens = Tokens(log_prob, old_log_prob, advantages, usable, *weights)
     terms = loss.objective(tokens, **{name: getattr(config, key) for name, key in loss.settings.items()})
     if (noted := _noted.get()) is not None:
         noted.append((loss.objective.__name__, decisions(terms, sampled, usable)))
@@ -193,7 +194,7 @@ def noted_decisions() -> Iterator[list[tuple[str, Tensor]]]:
         _noted.reset(token)
 
 
-def sum_counts(losses: ModuleType, metrics: dict[str, Any], data: Any) -> None:
+def sum_counts(losses: Library, metrics: dict[str, Any], data: Any) -> None:
     """Make the counts among a loss's metrics sums over micro-batches and ranks.
 
     verl's mean over ranks comes first (utils/metric/utils.py:152), so counts are multiplied by the number of ranks.
@@ -228,7 +229,7 @@ def check_objective(config: DictConfig) -> None:
             allow.
     """
     actor = config.actor_rollout_ref.actor
-    name, section = actor.policy_loss.loss_mode, OmegaConf.to_container(actor.policy_loss)
+    name, section = actor.policy_loss.loss_mode, cast(dict[str, Any], OmegaConf.to_container(actor.policy_loss))
     known = {field.name for field in fields(ObjectiveConfig)} | {"_target_"}
     for key in sorted(section.keys() - known):
         near = difflib.get_close_matches(key, known, n=1)

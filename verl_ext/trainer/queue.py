@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
@@ -28,7 +28,13 @@ def sources_in_queue() -> dict[str, str]:
     if not uids:
         return {}
     data = tq.kv_batch_get(keys=uids, partition_id=PARTITION, select_fields=["data_source"])
-    return dict(zip(uids, (getattr(value, "data", value) for value in data["data_source"]), strict=True))
+    sources = cast(list[Any], data["data_source"])
+    return dict(zip(uids, (getattr(value, "data", value) for value in sources), strict=True))
+
+
+def partition_of(batch: KVBatchMeta) -> str:
+    """Return the partition of a batch; all that verl hands around have one."""
+    return cast(str, batch.partition_id)
 
 
 def real_keys(batch: KVBatchMeta) -> dict[str, EpisodeKey]:
@@ -62,7 +68,7 @@ def share_cut(batch: KVBatchMeta) -> float | None:
     keys = real_keys(batch)
     if not keys:
         return None
-    data = tq.kv_batch_get(keys=[*keys], partition_id=batch.partition_id, select_fields=["extra_fields"])
+    data = tq.kv_batch_get(keys=[*keys], partition_id=partition_of(batch), select_fields=["extra_fields"])
     own = [episode for episode in episodes_of(keys.values(), data["extra_fields"]) if episode.use]
     return sum(episode.is_truncated for episode in own) / len(own) if own else None
 

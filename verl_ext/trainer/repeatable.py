@@ -11,13 +11,19 @@ model's code may print the time, an address in memory or an unseeded random numb
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.episode import EpisodeKey
 from verl_ext.rollout.tool_use import TIME_METRICS
+from verl_ext.versions import Library
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+else:
+    ReplayBuffer = object  # verl's import of its trainers imports this module
 
 _NEEDED = {
     "trainer.v1.trainer_mode": "sync",
@@ -55,9 +61,9 @@ def make_repeatable(trainer: Any) -> None:
     from verl.trainer.ppo.v1 import trainer_base
 
     check_repeatable(trainer.config)
-    names = CountedNames(lambda: trainer.global_steps)
-    trainer_base.uuid = names  # lines 1051 and 1476 (0.9.1): uids of prompts
-    padding_utils.uuid = names  # line 179: of padding
+    of_prompts = cast(Library, trainer_base)  # lines 1051 and 1476 (0.9.1)
+    of_padding = cast(Library, padding_utils)  # line 179
+    of_prompts.uuid = of_padding.uuid = CountedNames(lambda: trainer.global_steps)
     # The sampler is made by the config's own class, which may be the user's.
     sampler = type(trainer.replay_buffer)
     trainer.replay_buffer.__class__ = type(f"Repeatable{sampler.__name__}", (CompletedRounds, sampler), {})
@@ -77,7 +83,7 @@ class CountedNames:
         return UUID(int=(step << 64) + self._count)
 
 
-class CompletedRounds:
+class CompletedRounds(ReplayBuffer):
     """Mix-in before a sampler's class, which sees nothing until all submitted prompts have ended, and then in order."""
 
     def _sync_metadata_from_transfer_queue(self) -> None:
@@ -90,7 +96,8 @@ class CompletedRounds:
 
     def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple:
         """Sort the keys first: verl sorts only by step, and so leaves the rest to the order of a set."""
-        return super()._select_prompt_uids(partition_id, sorted(sampleable_keys), batch_size)
+        ordered = cast(set[str], sorted(sampleable_keys))  # verl only walks through it
+        return super()._select_prompt_uids(partition_id, ordered, batch_size)
 
 
 def move_measured(metrics: dict[str, Any]) -> None:

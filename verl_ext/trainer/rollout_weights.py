@@ -1,13 +1,12 @@
 """A batch whose rollout-correction weights are all 0: its loss is 0, and the run continues."""
 
 import functools
-from types import ModuleType
 from typing import Any
 
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 
-def bear_zeros(helper: ModuleType) -> None:
+def bear_zeros(helper: Library) -> None:
     """verl/trainer/ppo/rollout_corr_helper.py:757 (0.9.1) divides by the mean square of the weights, for a metric.
 
     If they are all 0, the mean and the effective sample size, both 0, are the only metrics.

@@ -16,7 +16,6 @@ from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import (
     AdaptiveN,
     Curriculum,
-    Domain,
     EarlyStop,
     HealthSettings,
     LightValidation,
@@ -25,7 +24,7 @@ from verl_ext.settings import (
 )
 from verl_ext.settings.cautions import cautions
 from verl_ext.settings.checks import check, read_settings
-from verl_ext.settings.domains import read_domains
+from verl_ext.settings.domains import RunDomain, read_domains
 from verl_ext.settings.objects import load_object
 from verl_ext.trainer.adaptive_n import AdaptiveSampling
 from verl_ext.trainer.advantages import OF_GROUPS
@@ -76,7 +75,7 @@ class Options:
         observers: those of them that listen, and the watch of exclusions.
     """
 
-    domains: dict[str, Domain] = field(default_factory=dict)
+    domains: dict[str, RunDomain] = field(default_factory=dict)
     curriculum: Curriculum | None = None
     sampling: AdaptiveSampling | None = None
     plan: ValidationPlan | None = None
@@ -115,7 +114,7 @@ def make_options(config: DictConfig, sampler: Any, other: str, updates_per_step:
             f"retool.fleet.health needs a sampler that looks at servers while it waits; got {other}. {SAMPLER}"
         )
     agent = OmegaConf.select(config, "retool.agent") or {}
-    if agent.get("run") and agent.max_rows > 1:
+    if agent.get("run") and agent["max_rows"] > 1:
         check_rows(config, updates_per_step())
     if adaptive_n := read_settings(config, "adaptive_n", AdaptiveN):
         _check_group_sizes("retool.adaptive_n", config, sampler, other, updates_per_step())

@@ -26,7 +26,7 @@ from verl_ext.records.recorder import Fates, costs_nothing
 from verl_ext.rollout import recorder_actor
 from verl_ext.runs.folder import files_of
 from verl_ext.settings import RecorderSettings
-from verl_ext.trainer.queue import real_keys, row_of
+from verl_ext.trainer.queue import partition_of, real_keys, row_of
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 if it is not recorded
 STEP_BITS = 32
@@ -116,11 +116,11 @@ class RunRecords(Observer):
         self._number += len(chosen)
         marks = torch.tensor([records.get(key, -1) for key in batch.keys])
         columns = TensorDict({RECORD: marks}, batch_size=len(marks))
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
+        tq.kv_batch_put(keys=batch.keys, partition_id=partition_of(batch), fields=columns)
         if batch.fields is not None:  # the columns that the actor fetches; None: all
             batch.fields = [*batch.fields, RECORD]
         fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
-        data = tq.kv_batch_get(keys=[*chosen], partition_id=batch.partition_id, select_fields=fields)
+        data = tq.kv_batch_get(keys=[*chosen], partition_id=partition_of(batch), select_fields=fields)
         told = token_columns({chosen[text]: record for text, record in records.items()}, data)
         new = set(told["id"].tolist()) - self._known
         texts = {each: self._decode([each]) for each in new}

@@ -8,6 +8,7 @@ trainer/ppo/v1/trainer_base.py of verl 0.9.1.
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from verl.experimental.agent_loop import AgentLoopManager
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from verl_ext.events import Drawn, Ended, Finished, Observers, Saved, Started
 from verl_ext.fleet import balancer, weight_update
@@ -83,6 +84,12 @@ class RunTrainer(RunUpdates, RunValidation):
         ValueError: `check_run` or `make_options` refuses the config.
     """
 
+    # Of verl's trainer for `separate_async` only:
+    _enable_hybrid_replicas: bool
+    standalone_server_manager: LLMServerManager
+    current_mode: HybridEngineMode
+    switch_to_trainer: Callable[[], None]
+
     def __init__(self, config: DictConfig):
         check_run(config)
         from verl_ext.trainer.sampler import DapoReplayBuffer  # not above: verl's import of its samplers imports this
@@ -140,12 +147,12 @@ class RunTrainer(RunUpdates, RunValidation):
         datasets = {"train": self.train_dataset, "val": self.val_dataset}
         check_prompts(self.config, self.tokenizer, datasets)
         check_rows(self.config, datasets)
-        if self._options.domains or self._options.curriculum:
+        if (sampler := self._sampler) and (self._options.domains or self._options.curriculum):
             self.train_dataloader, pools = make_loader(
                 self.config,
                 self.train_dataloader,
-                self._sampler.domains,
-                lambda: self._sampler.choose_domain(self.global_steps),
+                sampler.domains,
+                lambda: sampler.choose_domain(self.global_steps),
                 self._options.curriculum,
             )
             if pools:
@@ -186,14 +193,14 @@ class RunTrainer(RunUpdates, RunValidation):
             loops = AgentLoops(getattr(agent_loop_manager, "agent_loop_workers", ()))  # verl's managers have them
             self._sampler.checks.append(loops.check)
         waiting: dict[str, PromptEnd] = {}
-        if self._options.ledger:
+        if self._sampler and (ledger := self._options.ledger):
             clear_leftovers()
-            waiting = self._options.ledger.resume(self.global_steps, prompts_in_queue())
+            waiting = ledger.resume(self.global_steps, prompts_in_queue())
             self._sampler.seen_before = waiting
             if self._options.domains:
                 self._sampler.domains.in_queue |= sources_in_queue()
         if not self._only_validates:
-            self.observers.tell(Started(self.global_steps, waiting, self.tokenizer.decode))
+            self.observers.tell(Started(self.global_steps, waiting, decode=self.tokenizer.decode))
         try:
             if (watch := self._options.watch) and (reason := watch.reason()):
                 logger.warning(
@@ -259,8 +266,8 @@ class RunTrainer(RunUpdates, RunValidation):
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         uids, problems, sources = _column(batch, "uid"), _problems_of(batch), _column(batch, "data_source")
-        own = self._options.group_sizes
-        numbers = [own.get(source, self.config.actor_rollout_ref.rollout.n) for source in sources]
+        own, usual = self._options.group_sizes, int(self.config.actor_rollout_ref.rollout.n)
+        numbers = [own.get(source, usual) for source in sources]
         if sampling := self._options.sampling:
             numbers = sampling.assign(self.global_steps, uids, problems, _column(batch, PASS_RATE_COLUMN))
         generated = self._sampler.settings.generated_for_one if self._sampler else 1
@@ -298,8 +305,8 @@ class RunTrainer(RunUpdates, RunValidation):
                 self.switch_to_trainer()
             return
         if self.trainer_mode != "sync":
-            self.checkpoint_manager.abort_replicas()
-        self.checkpoint_manager.sleep_replicas()
+            self.checkpoint_manager.abort_replicas()  # pyright: ignore[reportUnusedCoroutine]  # verl's @auto_await waits
+        self.checkpoint_manager.sleep_replicas()  # pyright: ignore[reportUnusedCoroutine]  # it waits
 
 
 def _problems_of(batch: TensorDict) -> list[str]:

@@ -6,7 +6,7 @@ to trainer/ppo/v1/trainer_base.py of verl 0.9.1.
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -42,9 +42,9 @@ class RunUpdates(PPOTrainer):
         """Request `sum_pi_squared` for an optimal token baseline, which verl's v1 trainers never do (line 1653)."""
         if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
             return super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info["calculate_sum_pi_squared"] = True
+        cast(dict, batch.extra_info)["calculate_sum_pi_squared"] = True
         batch = super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info["calculate_sum_pi_squared"] = False  # the update does not need it
+        cast(dict, batch.extra_info)["calculate_sum_pi_squared"] = False  # the update does not need it
         keep_sum_pi_squared(batch)
         return batch
 

@@ -5,7 +5,8 @@ With no option and no failure, every method does what verl's own does (0.9.1, tr
 
 import logging
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -35,20 +36,21 @@ class RunValidation(PPOTrainer):
 
     def _validate(self) -> dict[str, float]:
         step, plan, watch = self.global_steps, self._options.plan, self._options.watch
-        light = plan is not None and plan.is_light(step, self.total_training_steps)
+        light = plan.light if plan and plan.is_light(step, self.total_training_steps) else None
         self._is_void = False
         self._validated: set[str] = set()
         if self.fleet:
             self.fleet.actor_waits(is_exact=True)
         try:
-            metrics = self._validate_lightly(plan.light) if light else super()._validate()
+            metrics = self._validate_lightly(light) if light else super()._validate()
         except NothingStored as error:
             logger.warning("step %d: validation: %s This validation is void.", step, error)
             metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
         finally:
             if self.fleet:
                 self.fleet.actor_works()
-        metrics.update(self.observers.tell(Validated(step, metrics, frozenset(self._validated), light, self._is_void)))
+        validated, is_light = frozenset(self._validated), light is not None
+        metrics.update(self.observers.tell(Validated(step, metrics, validated, is_light, self._is_void)))
         if watch and not self._is_void and (reason := watch.reason()):
             logger.warning("early stop: the run ends after step %d because %s.", step, reason)
             self.total_training_steps = step  # line 470 begins no further step
@@ -56,7 +58,7 @@ class RunValidation(PPOTrainer):
 
     def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
         full_loader, self._is_light = self.val_dataloader, True
-        self.val_dataloader = light_batches(self.val_dataset, light, collate_fn)
+        self.val_dataloader = light_batches(cast(Sequence[Any], self.val_dataset), light, collate_fn)
         try:
             return as_light(super()._validate())
         finally:

@@ -25,7 +25,7 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from transfer_queue import KVBatchMeta
@@ -78,6 +78,7 @@ class DapoReplayBuffer(EndedGroups):
     """
 
     KEYS = SAMPLER_KEYS
+    refill_fn: Callable[[int], int]
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         if unknown := sorted(set(sampler_kwargs) - self.KEYS):
@@ -290,7 +291,7 @@ class DapoReplayBuffer(EndedGroups):
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def _select_prompt_uids(
-        self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
+        self, partition_id: str, sampleable_keys: set[str], batch_size: int
     ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
         """Select as verl does, the oldest first, and within a step in submission order, which is the queue's order; but
         each domain's quota first, and a filler only if no useful group of its domain is ready.
@@ -335,7 +336,7 @@ class DapoReplayBuffer(EndedGroups):
             baseline_only |= set(group.void)
             if uid in useful:  # all rollouts of a filler have advantage 0
                 left_out |= dict.fromkeys(group.void, "in the baseline of its group, not in the loss: void_turn")
-            ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
+            ages = [self._version - age for key in group.valid if (age := group.oldest[key]) is not None]
             self._counts.ages += ages * (uid in useful)
             if self.settings.resample:
                 left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling chose others")

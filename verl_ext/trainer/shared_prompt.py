@@ -11,15 +11,14 @@ Log-probs of tokens that no loss or metric reads are 0.
 """
 
 import functools
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from verl_ext.memory.shape import DENSE
 from verl_ext.trainer.linear_log_probs import linear_log_probs
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 BACKEND = "shared_prompt"
 MODEL_TYPES = DENSE  # attention in every layer, and logits that are `lm_head(hidden)`
@@ -63,15 +62,12 @@ def pack(input_ids: Tensor, lengths: list[int], prompt_lengths: list[int]) -> Pa
             queries_of.append(new)
             keys_of.append(length)
         start, size = start + length, size + new
-    return Packing(
-        *(torch.cat(parts).to(input_ids.device) for parts in (kept, source, keys)),
-        *(
-            torch.tensor([0, *each], device=input_ids.device).cumsum(0).to(torch.int32)
-            for each in (queries_of, keys_of)
-        ),
-        max(queries_of),
-        max(keys_of),
-    )
+
+    def ends(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *lengths], device=input_ids.device).cumsum(0).to(torch.int32)
+
+    kept, source, keys = (torch.cat(parts).to(input_ids.device) for parts in (kept, source, keys))
+    return Packing(kept, source, keys, ends(queries_of), ends(keys_of), max(queries_of), max(keys_of))
 
 
 def log_probs_of_rows(
@@ -128,8 +124,12 @@ def forward(
 
     found = log_probs_of_rows(self, input_ids, position_ids, shift_labels, temperature, rows, prompt_lengths)
     whole = shift_labels.shape[1]
-    log_probs, entropy = (values.new_zeros(whole).index_copy(0, rows, values)[None] for values in found)
+    log_probs, entropy = (_spread(values, rows, whole) for values in found)
     return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)
+
+
+def _spread(values: Tensor, rows: Tensor, length: int) -> torch.FloatTensor:
+    return cast(torch.FloatTensor, values.new_zeros(length).index_copy(0, rows, values)[None])
 
 
 def attend_to_places(
@@ -143,7 +143,7 @@ def attend_to_places(
     return flash_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-def add_backend(monkey_patch: ModuleType) -> None:
+def add_backend(monkey_patch: Library) -> None:
     """verl/models/transformers/monkey_patch.py:237 `patch_forward_with_backends` (0.9.1) skips names it does not know.
 
     Raises, in a run that names this backend:
@@ -177,8 +177,9 @@ def name_rows() -> None:
     Raises, in a run that names the backend:
         ValueError: padding is not removed, or Ulysses splits sequences.
     """
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as engine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    engine = cast(Library, FSDPEngineWithLMHead)
     prepare = engine.prepare_model_inputs
 
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:

@@ -13,7 +13,7 @@ temperature other than 1, internal memory of kernels and NCCL, CUDA's contexts, 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_ext.memory.estimate import Plan
@@ -153,7 +153,8 @@ def build(plan: Plan) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     with unset_fake_temporarily():  # a mesh needs real tensors for its ranks
         mesh = init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("fsdp",))
         sharing = init_device_mesh("cpu", (plan.ranks // plan.ulysses, plan.ulysses), mesh_dim_names=("dp", "sp"))
-        set_ulysses_sequence_parallel_group(sharing["sp"].get_group() if plan.ulysses > 1 else None)
+        set_group: Callable[..., None] = set_ulysses_sequence_parallel_group  # whose annotation lacks None, no group
+        set_group(sharing["sp"].get_group() if plan.ulysses > 1 else None)
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[plan.compute_bytes], reduce_dtype=torch.float32),
@@ -173,8 +174,9 @@ def forward_backward(
     """Run one micro-batch; the last one of a step sends the gradients in any case."""
     ids = torch.zeros((1, plan.tokens), dtype=torch.long)
     positions = torch.arange(plan.tokens).unsqueeze(0)
-    model.set_requires_gradient_sync(is_last or not plan.defers_gradients)
-    model.set_reshard_after_backward(is_last or not plan.defers_gradients or plan.reshards)
+    sharded = cast(FSDPModule, model)
+    sharded.set_requires_gradient_sync(is_last or not plan.defers_gradients)
+    sharded.set_reshard_after_backward(is_last or not plan.defers_gradients or plan.reshards)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.squeeze(0)
     on_logits(logits)
     entropy = _Entropy.apply(logits).sum() if plan.entropy else 0  # first, as in verl
@@ -217,7 +219,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, *_ = ctx.saved_tensors
+        query, key, value = ctx.saved_tensors[:3]
         gradients = tuple(torch.zeros_like(each) for each in (query, key, value))
         _, tokens, heads, size = query.shape
         work = [  # softmax_d, dq_accum

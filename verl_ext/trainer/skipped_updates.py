@@ -10,11 +10,10 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from verl_ext.events import Ended, Observer
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -37,7 +36,7 @@ def count_skipped(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
     return counts
 
 
-def replace_in(trainer_base: ModuleType) -> None:
+def replace_in(trainer_base: Library) -> None:
     """trainer/ppo/v1/trainer_base.py (0.9.1): :1822 and :1863 take the mean of the norms of a batch's updates, which is
     NaN if one is. Here they are counted first."""
     require_versions(VERL, "verl_ext/trainer/skipped_updates.py")

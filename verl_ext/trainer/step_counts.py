@@ -79,7 +79,7 @@ class StepCounts:
             ages = {"mean": np.mean(self.ages), "max": max(self.ages)}
             metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
         if self.judged:
-            metrics["train/acc"] = float(np.mean([episode.reward.acc for episode in self.judged]))
+            metrics["train/acc"] = float(np.mean([episode.given_reward.acc for episode in self.judged]))
             metrics |= _parts_of_reward(self.judged)
         if own:
             metrics["train/truncation_rate"] = float(np.mean([each.is_truncated for each in own]))
@@ -91,9 +91,9 @@ def _parts_of_reward(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return `train/reward_NAME`, the mean of each part of the reward; a part that is 0 for all is left out."""
     parts: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
-        for name, value in episode.reward.info.items():
+        for name, value in episode.given_reward.info.items():
             if name.startswith("reward_"):
-                parts[f"train/{name}"].append(value)
+                parts[f"train/{name}"].append(float(value))
     return {name: float(np.mean(values)) for name, values in parts.items() if any(values)}
 
 
@@ -116,7 +116,7 @@ def domain_metrics(domains: Domains, of_domain: Mapping[str, StepCounts]) -> dic
             "paused": name in domains.paused,
         }
         if counts.judged:
-            own["acc"] = np.mean([episode.reward.acc for episode in counts.judged])
+            own["acc"] = np.mean([episode.given_reward.acc for episode in counts.judged])
         if (keep_rate := counts.keep_rate()) is not None:
             own["keep_rate"] = keep_rate
         metrics |= {f"domain/{name}/{figure}": float(value) for figure, value in own.items()}

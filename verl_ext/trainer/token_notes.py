@@ -7,7 +7,6 @@ from it.
 import functools
 import time
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ from verl_ext.records.token_rows import UNKNOWN
 from verl_ext.rollout import recorder_actor
 from verl_ext.trainer.objective import decisions, noted_decisions, sum_counts
 from verl_ext.trainer.run_records import RECORD, STEP_BITS
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 
-def extend_loss(losses: ModuleType) -> None:
+def extend_loss(losses: Library) -> None:
     """verl/workers/utils/losses.py (0.9.1): `ppo_loss` reports the marked responses to the recorder.
 
     - :103 takes the mean of a loss's metrics over micro-batches and ranks, whatever number of tokens they have. Here
@@ -40,13 +39,14 @@ def extend_loss(losses: ModuleType) -> None:
     @functools.wraps(verls)
     def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         records = data.get(RECORD, None)
-        is_recorded = records is not None and bool((records >= 0).any())
+        if records is not None and not (records >= 0).any():
+            records = None
         if data["batch_num_tokens"] == 0:
             data = assign_non_tensor(data.copy(), batch_num_tokens=1)
-        with noted_decisions() if is_recorded else nullcontext() as noted:
+        with noted_decisions() if records is not None else nullcontext() as noted:
             loss, metrics = verls(config, model_output, data, dp_group)
         sum_counts(losses, metrics, data)
-        if is_recorded:
+        if records is not None:
             with costs_nothing("made of a loss"):
                 log_prob = losses.no_padding_2_padding(model_output["log_probs"], data).detach()
                 _tell(config, log_prob, data, records, noted)
@@ -55,7 +55,7 @@ def extend_loss(losses: ModuleType) -> None:
     losses.ppo_loss = ppo_loss
 
 
-def _tell(config: Any, log_prob: Tensor, data: Any, records: Tensor, noted: list[tuple[str, Tensor]]) -> None:
+def _tell(config: Any, log_prob: Tensor, data: Any, records: Tensor, noted: list[tuple[str, Tensor]] | None) -> None:
     if (actor := _recorder()) is None:
         return
     global _sending_s

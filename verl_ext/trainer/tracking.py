@@ -4,15 +4,14 @@ verl's `Tracking` is the only place that sees SFT's validation loss and gradient
 """
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from verl_ext.checkpoints.hooks import keep_checkpoints
 from verl_ext.trainer.skipped_updates import NORM, SKIPPED, SkippedUpdates, count_skipped
-from verl_ext.versions import VERL, require_versions
+from verl_ext.versions import VERL, Library, require_versions
 
 
-def extend(tracking: ModuleType) -> None:
+def extend(tracking: Library) -> None:
     """verl/utils/tracking.py (0.9.1): put a subclass in the place of `Tracking`, before a trainer imports it."""
     require_versions(VERL, "verl_ext/trainer/tracking.py")
 

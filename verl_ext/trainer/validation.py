@@ -5,12 +5,11 @@ configs are those that the write-up of the published run recommends ("Dynamic Ad
 bojieli/ai-agent-book@99cee91, chapter7/retool/README.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from verl_ext.settings import LightValidation, ValidationSchedule
 from verl_ext.settings.checks import in_phase
@@ -41,7 +40,9 @@ class ValidationPlan:
         return self.light is not None and 0 < step < last_step and step % self.light.full_every != 0
 
 
-def light_batches(dataset: Dataset, light: LightValidation, collate_fn: Callable[[list], dict]) -> list[dict[str, Any]]:
+def light_batches(
+    dataset: Sequence[Any], light: LightValidation, collate_fn: Callable[[list], dict]
+) -> list[dict[str, Any]]:
     """Return a stand-in for verl's loader: one batch of a fixed part of the problems, `light.n` responses each."""
     count = min(light.problems, len(dataset))
     batch = collate_fn([dataset[i * len(dataset) // count] for i in range(count)])

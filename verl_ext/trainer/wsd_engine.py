@@ -6,13 +6,18 @@ refuse "wsd" themselves.
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_wsd_schedule
 from verl.utils.device import get_vendor
-from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.engine import EngineRegistry
+
+if TYPE_CHECKING:  # the decorator of verl's own engine hides its class
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine as FSDPEngineWithLMHead
+else:
+    from verl.workers.engine import FSDPEngineWithLMHead
 
 
 @EngineRegistry.register(

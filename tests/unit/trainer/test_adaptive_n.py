@@ -103,7 +103,7 @@ def test_pass_rates_outlive_a_resume_but_not_those_after_its_step(sampling, tmp_
     one_step(sampling, 40, "a", [0, 0])
     one_step(sampling, 41, "b", [0, 0])
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
-    resumed.on_started(Started(40))
+    resumed.on_started(Started(40, decode=str))
     assert resumed.assign(41, ["x", "y"], ["a", "b"], [None, None]) == [24, 16]
     resumed.on_ended(Ended(41, accs={"of-an-older-run": [1]}))  # it is not known of which problem
 
@@ -114,7 +114,7 @@ def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_tha
     sampling.on_ended(Ended(40, accs={"x": [1, 1]}))
     sampling.assign(41, ["z"], ["c"], [None])  # after the checkpoint: drawn again, under another name
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
-    resumed.on_started(Started(40))
+    resumed.on_started(Started(40, decode=str))
     resumed.on_ended(Ended(41, accs={key: [0, 0] for key in "xyz"}))
     assert resumed.assign(41, ["1", "2", "3"], ["a", "b", "c"], [None] * 3) == [16, 24, 16]
 

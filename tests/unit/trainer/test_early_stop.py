@@ -95,7 +95,7 @@ def test_the_watch_continues_counting_over_a_resume(tmp_path):
     )
 
     resumed = EarlyStopWatch(EarlyStop(**SETTINGS), StepJournal(journal))
-    resumed.on_started(Started(8))  # from a checkpoint of step 8: what was seen at step 10 is gone
+    resumed.on_started(Started(8, decode=str))  # from a checkpoint of step 8: what was seen at step 10 is gone
     resumed.on_validated(Validated(8, full(0.5)))  # validated before training
     assert resumed.reason() is None
     resumed.on_validated(Validated(8, full(0.5)))
@@ -103,5 +103,5 @@ def test_the_watch_continues_counting_over_a_resume(tmp_path):
     resumed.on_validated(Validated(10, full(0.5)))
     assert resumed.reason().startswith("the mean validation accuracy has not risen by min_delta=0.1 above 0.5 in 3 val")
     again = EarlyStopWatch(EarlyStop(**SETTINGS | {"patience": 4}), StepJournal(journal))
-    again.on_started(Started(10))
+    again.on_started(Started(10, decode=str))
     assert again.reason() is None, "more patience lets a stopped run continue"

@@ -67,7 +67,7 @@ def test_a_policy_that_learns_to_provoke_exclusions_is_seen_before_the_level(cap
     assert "See the reward manager's warnings" in caplog.text and "read such rollouts in the run's traj" in caplog.text
     assert rising[-1]["failure/share_verifier_unknown"] == 16 / 512
     again = ExclusionWatch(journal)
-    again.on_started(Started(22))
+    again.on_started(Started(22, decode=str))
     metrics = again.on_ended(Ended(23, ended(512)))
     assert metrics["failure/run_share_verifier_unknown"] == (20 + 2 + 4) / (23 * 512)
     assert watch.on_ended(Ended(29)) == {}

@@ -289,7 +289,8 @@ def test_the_end_of_a_group_that_waits_in_the_queue_is_reported_when_it_has_left
 def test_what_was_decided_of_groups_that_waited_is_reported_when_they_have_left_after_a_resume(make):
     """`equal` waits in the queue as a filler; `surplus` left it with the run that was ended."""
     records, handle, _, _ = make(0.0)
-    records.on_started(Started(2, {"equal": PromptEnd.EQUAL, "surplus": PromptEnd.SURPLUS, "useful": PromptEnd.OPEN}))
+    waiting = {"equal": PromptEnd.EQUAL, "surplus": PromptEnd.SURPLUS, "useful": PromptEnd.OPEN}
+    records.on_started(Started(2, waiting, decode=DECODE))
     records.on_ended(ended(3, {"useful": PromptEnd.TRAINED}, {"equal"}))
     records.on_ended(ended(4))
     first, second = (fates.ends for fates, _ in handle.of("end_step"))

@@ -47,7 +47,7 @@ class RecordedRun(Run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recorder_actor, "start", lambda *_: Handle(self.recorder))
             self.records = RunRecords(SETTINGS, config)
-        self.records.on_started(Started(self.step, self.waited))
+        self.records.on_started(Started(self.step, self.waited, decode=str))
         self.sent = set(checkpoint[2]) - set(checkpoint[3]) if checkpoint else set()
 
     def end_step(self, ended):
