@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.gpu_acceptance import attention, fleet, machine, runs, sharing, training, weights
+from scripts.gpu_acceptance import attention, fleet, learning, machine, runs, sharing, training, weights
 from scripts.gpu_acceptance.stage import Context, Result, Row, Stage, missing, run_stage
 
 REPO = Path(__file__).resolve().parents[2]
@@ -44,6 +44,9 @@ STAGES = [  # in the order in which they run: those on torch alone first
     Stage("sft", "SFT: killed, resumed, merged, against a CPU's losses", RUN, runs.check_sft),
     Stage("rl", "three steps of RL with vLLM and tool calls", RL, runs.check_rl),
     Stage("small", "the small model: SFT and steps of RL", RL, runs.check_small),
+    Stage("learning", "RL of the small model until its accuracy rises", RL, learning.check_learning, limit_s=420),
+    Stage("separate", "steps of RL, hardware=gpu_separate", RL, learning.check_separate, limit_s=180),
+    Stage("peak", "a step of RL: memory against the doctor", RL, learning.check_peak, limit_s=180),
     Stage("sleep", "vLLM gives memory back", RL, runs.check_sleep, limit_s=240, cuda_only=True),
     Stage("fleet", "weights that change in flight, an engine that dies", RL, fleet.check_fleet),
     Stage("evaluation", "evaluation with vLLM in its process", RL, runs.check_evaluation, limit_s=300),

@@ -1,5 +1,6 @@
 """The acceptance of a GPU machine: its stages run in small on a CPU, and any failure of one is reported."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_acceptance import __main__ as acceptance
-from scripts.gpu_acceptance import machine, runs, training
+from scripts.gpu_acceptance import learning, machine, runs, training, wheels
 from scripts.gpu_acceptance.stage import Context, NotRun, Result, Row, Stage, run_stage
 
 REPO = Path(__file__).resolve().parents[2]
@@ -230,6 +231,82 @@ def test_losses_that_differ_or_are_missing_are_not_those_of_a_cpu(last, expected
     recorded = {1: 6.0, 2: 5.0, 3: 4.0, 4: 3.5, 5: 3.0, 6: 2.5}
     losses = {step: loss for step, loss in recorded.items() if step < 6} | last
     assert [row.ok for row in runs.against_recorded(losses, recorded)] == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "off", "ok"),
+    [(10.29, "+2.9%", True), (9.71, "-2.9%", True), (10.31, "+3.1%", False), (9.6, "-4.0%", False)],
+)
+def test_a_peak_is_expected_within_the_margin_of_what_was_said(seen, off, ok):
+    row = learning.against("the doctor", 10.0, seen)
+    assert (row.expected, row.ok) == ("10 GiB, within 3%", ok) and row.seen.endswith(off)
+
+
+def test_a_cpu_has_no_peak_to_compare():
+    row = learning.against("the doctor", 10.0, 0.0)
+    assert (row.expected, row.ok) == ("10 GiB", None)
+
+
+def test_time_is_shared_out_over_the_steps_after_the_first(tmp_path):
+    steps = [{"step": 9.0, "gen": 8.0}, {"step": 2.0, "gen": 1.0, "adv": 0.5}, {"step": 3.0, "gen": 2.0, "adv": 0.5}]
+    lines = [{"step": i, "data": {f"timing_s/{k}": v for k, v in each.items()}} for i, each in enumerate(steps, 1)]
+    (tmp_path / "metrics-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    each, parts = learning.times(tmp_path)
+    assert each.seen == "9.00, 2.00, 3.00"
+    assert parts.seen.startswith("gen 60%, old_log_prob 0%, adv 20%")  # 3 of 5 s, 1 of 5
+
+
+# Wheels ---------------------------------------------------------------------------------------------------------------
+
+PINS = """\
+# a comment
+torch==2.11.0 \\
+    --hash=sha256:aa \\
+    --hash=sha256:bb
+    # via verl
+flash-attn==2.8.3 \\
+    --hash=sha256:cc
+nvidia-cublas==13.1 ; sys_platform == 'linux' \\
+    --hash=sha256:dd
+typing-extensions==4.1 \\
+    --hash=sha256:ee
+vllm==0.24.0 --hash=sha256:ff
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "needed"),
+    [
+        ("", ["torch", "nvidia-cublas", "typing-extensions", "vllm"]),
+        ("torch==2.11.0+cu130\nnvidia_cublas==13.0\nTyping_Extensions==4.1", ["vllm"]),
+        ("torch==2.11.0\ntyping_extensions==4.0", ["nvidia-cublas", "typing-extensions", "vllm"]),
+        ("torch==2.10.0\nnvidia-cublas==13.0", ["torch", "nvidia-cublas", "typing-extensions", "vllm"]),
+        ("torch==2.10.0\nnvidia-cublas==13.1", ["torch", "typing-extensions", "vllm"]),
+    ],
+)
+def test_a_machine_needs_what_it_has_not_in_the_locked_version_and_keeps_the_cuda_of_its_torch(there, needed):
+    pins = wheels.read_pins(PINS)
+    assert wheels.lacking(pins, there) == needed
+    assert pins["torch"].count("--hash") == 2 and pins["vllm"] == "vllm==0.24.0 --hash=sha256:ff"
+
+
+def test_parts_are_no_larger_than_asked_for_and_join_to_the_same_bytes(tmp_path):
+    file, again = tmp_path / "wheels.tar", tmp_path / "again"
+    file.write_bytes(bytes(range(256)) * 4 + b"end")
+    parts = wheels.split(file, tmp_path, 256)
+    assert [part.stat().st_size for part in parts] == [256] * 4 + [3]
+    wheels.join(tmp_path, again)
+    assert again.read_bytes() == file.read_bytes()
+
+
+def test_a_part_that_is_missing_or_damaged_is_named(tmp_path):
+    file = tmp_path / "wheels.tar"
+    file.write_bytes(b"abcdef")
+    first, second, _ = wheels.split(file, tmp_path, 2)
+    first.write_bytes(b"xb")
+    second.unlink()
+    with pytest.raises(SystemExit, match=r"wheels\.tar\.000 has another hash, wheels\.tar\.001 is missing"):
+        wheels.join(tmp_path, tmp_path / "again")
 
 
 # The command ----------------------------------------------------------------------------------------------------------
