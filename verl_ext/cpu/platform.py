@@ -31,14 +31,14 @@ class CpuDeviceId(str):
 class CpuDeviceModule(ModuleType):
     """`torch.cpu` plus the functions of `torch.cuda` that verl also calls: memory is 0 bytes, caches do nothing."""
 
-    _ZERO = {"memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"}
-    _NOTHING = {
+    _ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    _NOTHING = (
         "empty_cache",
         "ipc_collect",
         "reset_accumulated_memory_stats",
         "reset_peak_memory_stats",
         "set_per_process_memory_fraction",
-    }
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name in self._ZERO:

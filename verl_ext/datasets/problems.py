@@ -166,7 +166,7 @@ def clean_problems(
         report.rows += 1
         key = blake2b(same_problem_key(problem.text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         first = distinct.setdefault(key, problem)
-        if first.answer != problem.answer and key not in other_answers:
+        if first.answer != problem.answer and key not in other_answers:  # noqa: SIM102  results have this code's digest
             if not (first.answer and problem.answer and compare(problem.answer, first.answer).equal):
                 other_answers[key] = problem.answer
     report.distinct = len(distinct)

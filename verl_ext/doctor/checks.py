@@ -143,7 +143,7 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
 
 def examine(exam: Examination) -> Iterator[Finding]:
     """Yield the findings of all checks, or of the cheap ones, as they come."""
-    yield from look(exam, "machine", lambda: () if exam.machine else ())
+    yield from look(exam, "machine", lambda: exam.machine and ())  # no finding, except that it cannot be looked at
     is_seen = "machine" in vars(exam)
     for topic, need, check in CHECKS:
         is_left_out = need in EXPENSIVE and (exam.is_quick or topic in exam.failed)

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -88,10 +89,8 @@ def explain(error: Exception, name: str, folder: Path) -> Finding:
     hint = ""
     if quoted := re.search(r"(?:Could not \w+|primary config) .*?'([^']+)'", text):
         known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
-        try:
+        with suppress(HydraException, OmegaConfBaseException):  # the YAML itself is wrong or missing
             known += flatten(cast(dict, OmegaConf.to_container(compose_run(name, folder=folder))))
-        except (HydraException, OmegaConfBaseException):  # the YAML itself is wrong or missing
-            pass
         hint = did_you_mean(quoted[1], known)
     return fail(f"{name} cannot be composed: {text} -> {hint or 'Correct the YAML or the override.'}")
 

@@ -127,7 +127,7 @@ def is_field_of_own_class(key: str, config: DictConfig) -> bool:
 
 def has_type_of(value: Any, default: Any) -> bool:
     """Tell whether a value has the type of verl's default; any does if that is a text or null, or for a reference."""
-    if isinstance(default, str | None) or isinstance(value, str) and value.startswith(("${", "???")):
+    if isinstance(default, str | None) or (isinstance(value, str) and value.startswith(("${", "???"))):
         return True
     kind = (int, float) if isinstance(default, int | float) and not isinstance(default, bool) else type(default)
     return isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -154,7 +154,7 @@ def _compiled(template: str) -> Any:
     class Generation(Extension):
         """`{% generation %}`, which marks what the model wrote, and adds no text."""
 
-        tags = {"generation"}
+        tags: ClassVar[set[str]] = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

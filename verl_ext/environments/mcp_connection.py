@@ -160,18 +160,21 @@ class Connection:
         ready, loop = self._ready, asyncio.get_running_loop()
         start_s = self.server.start_s if self.server.url else None  # of a process: see `_watch`
         try:
-            async with asyncio.timeout(start_s) as limit, self._transport() as transport:
-                async with mcp.Client(transport, cache=None) as client:
-                    self._client, tools, cursor = client, [], None
-                    while cursor is not None or not tools:
-                        page = await client.list_tools(cursor=cursor)
-                        tools += page.tools
-                        if (cursor := page.next_cursor) is None:
-                            break
-                    limit.reschedule(None)
-                    ready.set_result(tools)
-                    await self._stop
-                    limit.reschedule(loop.time() + CLOSE_S)
+            async with (
+                asyncio.timeout(start_s) as limit,
+                self._transport() as transport,
+                mcp.Client(transport, cache=None) as client,
+            ):
+                self._client, tools, cursor = client, [], None
+                while cursor is not None or not tools:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    if (cursor := page.next_cursor) is None:
+                        break
+                limit.reschedule(None)
+                ready.set_result(tools)
+                await self._stop
+                limit.reschedule(loop.time() + CLOSE_S)
         except asyncio.CancelledError:
             if not ready.done():
                 ready.cancel()

@@ -77,7 +77,7 @@ class Notebook(Interpreter):
             try:
                 result = await self._running
             except asyncio.CancelledError:
-                if self._failure is None or (task := asyncio.current_task()) and task.cancelling():
+                if self._failure is None or ((task := asyncio.current_task()) and task.cancelling()):
                     self._failure = self._failure or "an earlier call of the notebook was cancelled"
                     raise
                 result = CallResult("", failure=self._failure)

@@ -185,7 +185,7 @@ class Terminal(Environment):
 
     async def _run(self, command: str, timeout_s: float, stdin: str = "") -> CallResult:
         """Run a command for the model, for as long as `agent_s` of all its commands allows."""
-        if "\0" in command or not command.isascii() and command.encode(errors="replace").decode() != command:
+        if "\0" in command or (not command.isascii() and command.encode(errors="replace").decode() != command):
             raise ToolError("a command has neither null characters nor lone surrogates")
         if self._end():  # by an earlier call of this turn
             return CallResult("not run", ends=self._end())

@@ -114,7 +114,8 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
         return Fault.MODEL
     is_nameless = isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError) or os.path.isdir(file)
     is_nameless |= os.path.basename(file).startswith(".")
-    if file and is_nameless and any(not text.strip("./") or text.endswith("/") and "://" not in text for text in texts):
+    says_folder = any(not text.strip("./") or (text.endswith("/") and "://" not in text) for text in texts)
+    if file and is_nameless and says_folder:
         return Fault.MODEL
     return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # ETXTBSY, EROFS, ...
 

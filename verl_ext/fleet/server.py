@@ -156,13 +156,13 @@ class StandaloneServer(FleetServer):
 class DrainServer(StandaloneServer):
     """A server whose running requests end before an update, with the old weights."""
 
-    pause = {"mode": "wait", "clear_cache": True}
+    pause: Mapping[str, Any] = {"mode": "wait", "clear_cache": True}
 
 
 class KeepServer(StandaloneServer):
     """A server whose running requests pause during an update and then continue with their KV cache."""
 
-    pause = {"mode": "keep", "clear_cache": False}
+    pause: Mapping[str, Any] = {"mode": "keep", "clear_cache": False}
 
     def _prepared(self, prompt: Any) -> Any:
         """Add a salt: vLLM shares cached blocks only among requests of the same salt, here of the same version."""

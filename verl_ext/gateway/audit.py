@@ -177,7 +177,7 @@ def _written(template: Template, messages: Sequence[Message], tools: Any, answer
     shown = "".join(template.rendered([*map(normal, [*messages, message])], tools, prompt=False))
     if answer.text and _CONTENT not in shown:
         raise Refused("the template does not show what the model has answered")
-    keeps_thought = answer.thought.strip("\n") in shown or opens_thinking(before) and "Let me see." in shown
+    keeps_thought = answer.thought.strip("\n") in shown or (opens_thinking(before) and "Let me see." in shown)
     if not shown.startswith(before) or not keeps_thought:  # a newest turn is shown otherwise than it was written
         text, calls = (
             answer.message(answer.text)["content"],

@@ -3,6 +3,7 @@
 Each term is off unless the run's YAML names it.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +59,7 @@ def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[flo
         )
     length = response_length.to(torch.float64)
     penalty = torch.zeros_like(length)
-    for (start, before), (end, after) in zip(points, points[1:], strict=False):
+    for (start, before), (end, after) in itertools.pairwise(points):
         penalty += (after - before) * ((length - start) / (end - start)).clamp(0.0, 1.0)
     return penalty.to(torch.float32)
 

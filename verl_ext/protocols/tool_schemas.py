@@ -55,7 +55,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = tool["function"] if "function" in tool else tool
+    function = tool.get("function", tool)
     for name in ("name", "description"):
         if not isinstance(function.get(name), str):
             raise ValueError(f"{name} is {function.get(name)!r:.80}; expected a text")

@@ -60,7 +60,7 @@ def score_answer(
     if not ground_truth.strip():
         raise ValueError("The ground truth is empty: expected an answer to compare with. Check the data row.")
     pred = extract_answer(response_text, unfinished_thinking=unfinished_thinking)
-    if pred is None or PLACEHOLDER.fullmatch(pred.replace("?", "")) and pred.strip() != ground_truth.strip():
+    if pred is None or (PLACEHOLDER.fullmatch(pred.replace("?", "")) and pred.strip() != ground_truth.strip()):
         return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
     pred = pred.strip()
     comparison = compare(pred, ground_truth.strip(), problem)
@@ -94,7 +94,7 @@ def compare(pred: str, gold: str, problem: str = "") -> Comparison:
     if len(pred) > max(MAX_ANSWER_CHARS, 2 * len(gold)):
         return Comparison(False, "guard: length")
     for first, second in _CLASHES:
-        if first.search(pred) and second.search(gold) or first.search(gold) and second.search(pred):
+        if (first.search(pred) and second.search(gold)) or (first.search(gold) and second.search(pred)):
             return Comparison(False, "unit")
     if gold[:1] in "(ABCDEFGHIJ\\OoTt$" and (choice := read_choice(gold)):
         return _compare_choice(pred, *choice, problem)
@@ -179,7 +179,7 @@ def _compare_notations(pred: str, gold: str) -> Comparison | None:
     """
     for read in (_read_based, _read_clock):
         one, other = read(pred), read(gold)
-        if one and other or (one or other) and read is _read_clock:
+        if (one and other) or ((one or other) and read is _read_clock):
             return Comparison((one or _read_ratio(pred)) == (other or _read_ratio(gold)), "notation")
         if number := one or other:  # 29_{10} is 29
             plain = gold if one else pred
@@ -206,7 +206,7 @@ def _read_clock(text: str) -> tuple[list[str], str] | None:
     first, *others = re.findall(r"\d+", match[1])
     half = (match[2] or "").replace(".", "").lower()
     hour = int(first) % 12 + 12 * (half == "pm") if half else int(first)
-    is_time = half or int(first) < 24 and all(len(digits) == 2 and digits < "60" for digits in others)
+    is_time = half or (int(first) < 24 and all(len(digits) == 2 and digits < "60" for digits in others))
     return [str(hour), *others], "time" if is_time else ""
 
 

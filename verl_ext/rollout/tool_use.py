@@ -1,5 +1,6 @@
 """How the episodes of a step used their tools, and their agents the gateway, in numbers."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
@@ -38,7 +39,7 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     ]
     spans = [row.model_spans for episode in episodes for row in episode.rows]
     turns = [end - start for own in spans for start, end in own]
-    blocks = [begin - end for own in spans for (_, end), (begin, _) in zip(own, own[1:], strict=False)]
+    blocks = [begin - end for own in spans for (_, end), (begin, _) in itertools.pairwise(own)]
     ends = Counter(episode.end for episode in episodes)
     metrics = {
         "tool/code_ratio": float(np.mean(calls > 0)),

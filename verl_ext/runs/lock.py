@@ -97,7 +97,7 @@ def lock_file(path: Path) -> TextIO:
 
 
 def _locked(path: Path, what: Path) -> TextIO:
-    file = open(path, "a")
+    file = open(path, "a")  # noqa: SIM115  the caller holds it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

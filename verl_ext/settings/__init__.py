@@ -23,7 +23,7 @@ REPO = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent
 CONFIGS = REPO / "configs"
 START = Path() if REPO == _SHIPPED else REPO  # relative paths of a run count from it
 _verl = importlib.util.find_spec("verl")
-VERL = Path((_verl and _verl.submodule_search_locations or ["/verl is not installed"])[0])
+VERL = Path(((_verl and _verl.submodule_search_locations) or ["/verl is not installed"])[0])
 
 
 # Sections; making one with values out of range raises ValueError -----------------------------------------------------

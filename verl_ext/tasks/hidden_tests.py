@@ -103,8 +103,7 @@ def _is_module(path: str) -> bool:
     return (
         name.endswith("_test.py")
         or name in ("test.py", "tests.py")
-        or name.startswith("test_")
-        and name.endswith(".py")
+        or (name.startswith("test_") and name.endswith(".py"))
     )
 
 

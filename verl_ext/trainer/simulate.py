@@ -87,7 +87,7 @@ def _fake_world(ranks: int) -> Iterator[None]:
     """Run the block as rank 0 of `ranks`, with tensors that have no content."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with FakeTensorMode(), mock.patch("torch.optim.adam._get_value", lambda step: 1.0):  # a step has no number
+        with FakeTensorMode(), mock.patch("torch.optim.adam._get_value", lambda step: 1.0):  # noqa: PT008  no number here; a mock keeps its calls
             yield
     finally:
         dist.destroy_process_group()

@@ -51,7 +51,7 @@ def read_choice(text: str, letters: str = "ABCDEFGHIJ") -> tuple[str, str] | Non
         return None
     letter = match["bracketed"] or match["square"] or match["letter"]
     rest = match["rest"].strip()
-    if letter.islower() and not (match["named"] or match["bracketed"] and rest):
+    if letter.islower() and not (match["named"] or (match["bracketed"] and rest)):
         return None
     letter = letter.upper()
     if letter not in letters:

@@ -76,7 +76,7 @@ def strip_tool_blocks(response_text: str, *, unfinished_thinking: bool = False) 
 
 
 def _kind(match: re.Match[str]) -> str:
-    return (match["tag"] or match["role"] and "role" or match["fence"]).lower()
+    return (match["tag"] or (match["role"] and "role") or match["fence"]).lower()
 
 
 def _drop_closed_blocks(text: str) -> str:

@@ -233,9 +233,9 @@ def same_notation(pred: str, gold: str) -> tuple[str, str]:
     one, other = (intervals_of(side) if RELATION.search(side) else None for side in (pred, gold))
     if one and other:
         return (one[1], other[1]) if one[0] == other[0] else (_listed(pred), _listed(gold))
-    if one and (_is_absolute(gold, one[0]) or is_set(gold) and not RELATION.search(gold)):
+    if one and (_is_absolute(gold, one[0]) or (is_set(gold) and not RELATION.search(gold))):
         return one[1], gold
-    if other and (_is_absolute(pred, other[0]) or is_set(pred) and not RELATION.search(pred)):
+    if other and (_is_absolute(pred, other[0]) or (is_set(pred) and not RELATION.search(pred))):
         return pred, other[1]
     both = {sign for side in (pred, gold) for sign in (r"\lor", r"\land") if sign in side}
     return _listed(pred), gold if len(both) > 1 else _listed(gold)  # x>1 or y>1 is not x>1 and y>1
@@ -305,7 +305,7 @@ def read_reals(text: str) -> list[Piece] | None:
         pieces.append((low, int(part[0] == "("), high, int(part[-1] == ")")))
     merged: list[Piece] = []
     for low, low_open, high, high_open in sorted(pieces):
-        if merged and (low < merged[-1][2] or low == merged[-1][2] and not (low_open and merged[-1][3])):
+        if merged and (low < merged[-1][2] or (low == merged[-1][2] and not (low_open and merged[-1][3]))):
             start, start_open, end, end_open = merged.pop()
             end, end_open = max((end, -end_open), (high, -high_open))
             merged.append((start, start_open, end, -end_open))

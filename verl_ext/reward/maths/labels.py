@@ -92,7 +92,7 @@ def split_label(text: str, *, trusted: bool = False) -> tuple[str, str]:
     several = several or any(part.endswith(label) for part in values[:-1])  # x=1 x=2
     if not values or not values[-1] or several:
         return "", text
-    if is_label(label, values[-1]) or trusted and _may_be_label(label):
+    if is_label(label, values[-1]) or (trusted and _may_be_label(label)):
         return label, values[-1]
     return "", text
 
@@ -104,11 +104,11 @@ def _common_label(text: str, trusted: bool) -> tuple[str, str] | None:
     labels, values = [], []
     for part in split_top_level(text):
         sides = split_top_level(part, "=")
-        if len(sides) > 2 or not sides[-1] or len(sides) == 1 and not labels:
+        if len(sides) > 2 or not sides[-1] or (len(sides) == 1 and not labels):
             return None
         labels += [key(side) for side in sides[:-1]]
         values.append(sides[-1])
-    if len(set(labels)) > 1 or len(labels) < 2 or not (is_label(labels[0]) or trusted and _may_be_label(labels[0])):
+    if len(set(labels)) > 1 or len(labels) < 2 or not (is_label(labels[0]) or (trusted and _may_be_label(labels[0]))):
         return None
     return labels[0], ",".join(values)
 
@@ -142,7 +142,7 @@ def is_label(text: str, value: str = "") -> bool:
     if call := _CALL.fullmatch(text):
         name, inside = (call["name"] or "f").strip(), call["inside"] or ""
         letters = re.fullmatch(r"\s*[a-zA-Z]\s*", inside) and inside.strip() != name
-        return name not in _NOT_CALLED or bool(letters) and name.isalpha()
+        return name not in _NOT_CALLED or (bool(letters) and name.isalpha())
     if (operator := _OPERATOR.fullmatch(text)) and not re.fullmatch(r"\s*\(?\s*[xyzn]\s*\)?\s*", operator["of"]):
         return True
     if re.search("[A-Z]{2}", text) and _SEGMENTS.fullmatch(text):
@@ -167,8 +167,7 @@ def _are_naming(words: str, of_variable: bool, value: str) -> bool:
             word in _SMALL_WORDS or not changes_a_number(word) for word in said
         )
     naming = [
-        word in _ORDINALS
-        and following not in ("of", "")
+        (word in _ORDINALS and following not in ("of", ""))
         or word in _SMALL_WORDS
         or word in _QUANTITIES
         or not changes_a_number(word)

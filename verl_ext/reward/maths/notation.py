@@ -149,11 +149,11 @@ class _Writer:
             return self._write(at + 1, close, depth + 1).strip(), close + 1
         if token in _ARGUMENTS:
             return self._command(at, end, depth + 1)
-        if token in self._symbols or token[1:] in _GREEK and token[0] == "\\":
+        if token in self._symbols or (token[1:] in _GREEK and token[0] == "\\"):
             return self._symbols.get(token, token).strip(), at + 1
         if not token[0].isalnum() or not token.isascii():
             return None, at
-        if whole and token[0].isdigit() or len(token) == 1:
+        if (whole and token[0].isdigit()) or len(token) == 1:
             return token, at + 1
         self._tokens[at] = token[1:]  # TeX takes one digit or letter
         return token[0], at

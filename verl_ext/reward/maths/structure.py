@@ -251,9 +251,12 @@ def split_parts(text: str) -> Parts | None:
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:
         return _bracket_parts(text)
     vector = _VECTOR.fullmatch(text) if text.endswith(")") else None
-    if vector and closing_index(vector["vector"]) == len(vector["vector"]) - 1:
-        if len(cells := split_top_level(vector["vector"][1:-1])) > 1:
-            return Parts("()", _times(vector["factor"], cells))
+    if (
+        vector
+        and closing_index(vector["vector"]) == len(vector["vector"]) - 1
+        and len(cells := split_top_level(vector["vector"][1:-1])) > 1
+    ):
+        return Parts("()", _times(vector["factor"], cells))
     values = _write_out(split_top_level(text))
     return Parts("values", values) if len(values) > 1 else None
 

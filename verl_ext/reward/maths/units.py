@@ -225,9 +225,9 @@ def _read_pieces(text: str) -> list[str] | None:
     text = text.strip()
     while position < len(text):
         match = _PIECE.match(text, position)
-        if not match or match["open"] and inside or match["close"] and not inside:
+        if not match or (match["open"] and inside) or (match["close"] and not inside):
             return None
-        position, inside = match.end(), bool(match["open"]) or inside and not match["close"]
+        position, inside = match.end(), bool(match["open"]) or (inside and not match["close"])
         if match["word"]:
             word = match["word"].rstrip(".").removesuffix("'s")
             pieces += _split_chinese(word) if _CJK.fullmatch(word) else [word]
@@ -303,10 +303,8 @@ class _Grammar:
         end = self._at
         while end < len(self._pieces) and self._pieces[end].isalpha() and end - self._at < 5:
             word = self._pieces[end].lower()
-            if (
-                word in ("per", "of", "a", "an", "each", "every", "in")
-                or word in _MEASURED
-                and end + 1 == len(self._pieces)
+            if word in ("per", "of", "a", "an", "each", "every", "in") or (
+                word in _MEASURED and end + 1 == len(self._pieces)
             ):
                 break
             end += 1
@@ -318,7 +316,7 @@ class _Grammar:
             return None
         if tuple(words[-2:]) not in _TUPLES and (not self._is_counted(head, last=True) or tuple(words[-2:]) in _ROOTS):
             return None
-        if not (_is_plural(head) or _CJK.fullmatch(head) or one and len(head) > 2):
+        if not (_is_plural(head) or _CJK.fullmatch(head) or (one and len(head) > 2)):
             return None
         self._at = end
         return _singular(head)
@@ -346,7 +344,7 @@ class _Grammar:
 
 
 def _is_plural(word: str) -> bool:
-    return word in _IRREGULAR or len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is"))
+    return word in _IRREGULAR or (len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")))
 
 
 def _singular(noun: str) -> str:

@@ -130,7 +130,7 @@ class AgentRuns:
         number, caller, *_ = NOTIFICATION.unpack(notification)
         theirs = -1
         try:
-            run, theirs = self._start(caller)
+            theirs = self._start(caller)
             fcntl.ioctl(self.listener, ADD_FD, ADDED.pack(number, ADD_FD_AND_SEND, theirs, 0, os.O_CLOEXEC))
         except OSError as exc:
             with contextlib.suppress(OSError):  # the caller is gone
@@ -140,8 +140,8 @@ class AgentRuns:
                 os.close(theirs)  # now only the caller has it: if it did not get it, the run ends
         return 1
 
-    def _start(self, caller: int) -> tuple[Run, int]:
-        """Start a run; return it, and the caller's end of its socket. Raises OSError."""
+    def _start(self, caller: int) -> int:
+        """Start a run; return the caller's end of its socket. Raises OSError."""
         if len(self.pids()) >= MAX_RUNS:
             raise OSError(errno.EAGAIN, "too many runs")
         command = command_of(caller)
@@ -160,7 +160,7 @@ class AgentRuns:
         self.runs |= {run.pidfd: run, run.end: run}
         self._register(run.pidfd)
         self._register(run.end)
-        return run, theirs
+        return theirs
 
 
 def command_of(caller: int) -> Command:

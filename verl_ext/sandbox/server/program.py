@@ -162,7 +162,7 @@ def next_call(return_code: int, box: list[Any], folder: str, script: str) -> dic
             os._exit(0)
         call = read_call(fds[0], folder, script)
         os.close(fds[0])
-        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115  the program's
         return call
     except BaseException as exc:
         try:

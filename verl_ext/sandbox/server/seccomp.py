@@ -262,7 +262,7 @@ def _conditions(allow_subprocess: bool, only_pid: int | None, in_box: bool) -> d
         conditions[CREATE_RULESET] = [Test(2, (OF_AS_AGENT,))]
     if only_pid is not None:
         # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; tkill then reaches the first thread only
-        conditions |= dict.fromkeys((62, 200, 234, 129, 297), [Test(0, (only_pid,))])
+        conditions |= {number: [Test(0, (only_pid,))] for number in (62, 200, 234, 129, 297)}
         looks = LOOKS | {SCHED_GETAFFINITY: 0}
         conditions |= {number: [Test(position, (0, only_pid))] for number, position in looks.items()}
     return conditions

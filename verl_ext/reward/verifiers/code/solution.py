@@ -18,7 +18,7 @@ MAX_ITEMS = 10_000  # of an iterator, which may be endless
 def serve(program, calls):
     """Run the program, then make the calls; print an answer, one line, for each."""
     sys.set_int_max_str_digits(0)
-    output = open(os.dup(1), "w", encoding="ascii", closefd=False)
+    output = open(os.dup(1), "w", encoding="ascii", closefd=False)  # noqa: SIM115  to the end
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
