@@ -19,7 +19,7 @@ import aiohttp
 
 from verl_ext.sandbox.leases import Session, Sessions
 from verl_ext.sandbox.limits import ANSWER_GRACE_S, MAX_ATTEMPTS, SERVER_NAME, TOKEN_VARIABLE
-from verl_ext.sandbox.result import RunResult
+from verl_ext.sandbox.result import RunResult, Status
 from verl_ext.sandbox.servers import Servers, doubled
 
 logger = logging.getLogger(__name__)
@@ -353,8 +353,8 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
     return float(value) if value.isdecimal() else 0.0  # sandboxes do not use its other form, a date
 
 
-def parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[RunResult, dict[str, Any] | None]:
-    """Return SandboxFusion's answer as a RunResult, and our server's `session`.
+def parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[RunResult, dict[str, Any]]:
+    """Return SandboxFusion's answer as a RunResult, and our server's `session`, {} without one.
 
     Raises:
         InfrastructureFailure: it is a SandboxError, or not such an answer.
@@ -364,12 +364,9 @@ def parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[Run
         if answer["status"] == "SandboxError":
             raise InfrastructureFailure(f"{url}: SandboxError: {answer['message']}", is_lost=answer.get("lost", False))
         result = answer["run_result"]
-        if result["status"] == "TimeLimitExceeded":
-            status = "timeout"
-        else:
-            status = {"Success": "ok", "Failed": "code_error"}[answer["status"]]
+        ends: dict[str, Status] = {"Success": "ok", "Failed": "code_error"}
         run = RunResult(
-            status=status,
+            status="timeout" if result["status"] == "TimeLimitExceeded" else ends[answer["status"]],
             stdout=result["stdout"] or "",
             stderr=result["stderr"] or "",
             return_code=result["return_code"],
@@ -378,6 +375,6 @@ def parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[Run
             attempts=attempts,
             message="",
         )
-        return run, answer.get("session")
+        return run, answer.get("session") or {}
     except (ValueError, KeyError, TypeError) as exc:
         raise InfrastructureFailure(f"{url}: expected a /run_code answer, got {content[:200]!r} ({exc!r})") from exc

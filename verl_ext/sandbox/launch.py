@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from verl_ext.sandbox.limits import READY
 
@@ -37,8 +38,9 @@ def running_server(
     command += ["--workers", str(workers), "--parent-pid", str(os.getpid()), *options]
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert server.stdout  # a pipe, as asked for
     try:
-        yield _wait_until_ready(server, start_timeout_s)
+        yield _wait_until_ready(server, server.stdout, start_timeout_s)
     finally:
         server.terminate()
         try:
@@ -49,12 +51,12 @@ def running_server(
         server.stdout.close()
 
 
-def _wait_until_ready(server: subprocess.Popen, timeout_s: float) -> str:
+def _wait_until_ready(server: subprocess.Popen, stdout: IO[str], timeout_s: float) -> str:
     """Wait for the server's line on stdout, and return the URL in it."""
     started = time.monotonic()
-    if not select.select([server.stdout], [], [], timeout_s)[0]:
+    if not select.select([stdout], [], [], timeout_s)[0]:
         raise SandboxNotReady(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")
-    line = server.stdout.readline()
+    line = stdout.readline()
     if not line.startswith(READY):
         code = server.wait()
         raise SandboxNotReady(

@@ -42,12 +42,12 @@ def probe(url: str) -> list[str] | None:
         answer = json.loads(_request(f"{url}/run_code", {"code": CONTROL_PROGRAM, "language": "python"}))
         printed = answer["run_result"]["stdout"]
     except (TimeoutError, urllib.error.HTTPError) as error:
-        status = getattr(error, "code", None)
-        if status in (None, 503, 504) and ping(url):  # its ping runs a program past the queue
+        answered = error if isinstance(error, urllib.error.HTTPError) else None
+        if (answered is None or answered.code in (503, 504)) and ping(url):  # its ping runs a program past the queue
             raise Busy(f"{url} works, but is too busy to take a program") from None
-        if status is None:
+        if answered is None:
             raise NotWell(f"{url} did not run {CONTROL_PROGRAM} within {PING_S:g} s") from None
-        raise NotWell(f"{url} answers HTTP {status} {error.reason}", status) from None
+        raise NotWell(f"{url} answers HTTP {answered.code} {answered.reason}", answered.code) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotWell(f"{url} does not run code: {getattr(error, 'reason', error)}") from None
     if printed != CONTROL_OUTPUT:
@@ -66,7 +66,8 @@ def ping(url: str) -> dict[str, Any] | None:
 
 
 def _request(url: str, body: dict | None = None) -> bytes:
-    headers = {name: value.encode() for name, value in authorization().items()}  # a str would go out in latin-1
+    # As bytes, which urllib takes as well: a str would go out in latin-1.
+    headers: dict[str, Any] = {name: value.encode() for name, value in authorization().items()}
     headers["Content-Type"] = "application/json"
     data = json.dumps(body).encode() if body is not None else None
     with _DIRECTLY.open(urllib.request.Request(url, data, headers), timeout=PING_S) as response:

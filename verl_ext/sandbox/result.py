@@ -4,6 +4,8 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
+Status = Literal["ok", "code_error", "timeout", "sandbox_failure"]
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -15,7 +17,7 @@ class RunResult:
     says so: what a program does to itself must not excuse it.
     """
 
-    status: Literal["ok", "code_error", "timeout", "sandbox_failure"]
+    status: Status
     stdout: str
     stderr: str
     return_code: int | None  # -N after signal N; None after a timeout or a sandbox failure

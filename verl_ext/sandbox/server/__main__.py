@@ -53,7 +53,9 @@ DATA_VARIABLE = "DATA_DIR"  # the launchers' variable: data sets, with the answe
 
 def main() -> None:
     """Run the command line; exit with 0 after a clean stop, and with 1 and a line on stderr if it cannot start."""
-    parser = argparse.ArgumentParser(prog="python -m verl_ext.sandbox.server", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.sandbox.server", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="port; 0 picks a free one (default: %(default)s)")
     parser.add_argument(
@@ -163,6 +165,7 @@ async def serve(args: argparse.Namespace) -> None:
             raise StartError(f"the first program did not run: {why}")
         refuse_exposed_folders(pool.workers.layers)
         await runner.setup()
+        assert runner.server  # since `setup`
         clients = Clients(runner.server, listener, limit=limit)
         clients.start()
         port = listener.getsockname()[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from verl_ext.sandbox.server.clients import Client
+from verl_ext.sandbox.server.clients import client_of
 from verl_ext.sandbox.server.large import in_turn
 from verl_ext.sandbox.server.request import MAX_NAME_BYTES
 
@@ -33,8 +33,7 @@ async def answer(
     text = await in_turn(len(result["stdout"]) + len(result["stderr"]), json.dumps, body)
     if not files:
         return web.json_response(text=text), outcome
-    client: Client = http_request.protocol
-    client.waits()
+    client_of(http_request).waits()
     return await _send_with_files(http_request, text, files), outcome
 
 
@@ -60,8 +59,7 @@ async def _send_with_files(http_request: web.Request, text: str, files: dict[str
                     binascii.b2a_base64(piece, newline=False) if isinstance(piece, memoryview) else piece
                 )
     except TimeoutError:
-        client: Client = http_request.protocol
-        client.drop()  # also ends this task
+        client_of(http_request).drop()  # also ends this task
     await response.write_eof()
     return response
 

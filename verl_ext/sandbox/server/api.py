@@ -21,7 +21,7 @@ from verl_ext.sandbox.server.answers import MAX_ERRORS, NO_ANSWER, answer, cut, 
 from verl_ext.sandbox.server.body import Bodies, HeldBytesError
 from verl_ext.sandbox.server.box_api import BoxRoutes
 from verl_ext.sandbox.server.boxes import Boxes
-from verl_ext.sandbox.server.clients import Client, without_quotations
+from verl_ext.sandbox.server.clients import client_of, without_quotations
 from verl_ext.sandbox.server.connection import LostProgramError, SandboxError
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, wrong_with_control
@@ -73,20 +73,20 @@ class Routes:
         self._health: asyncio.Task | None = None  # one check for all pings that arrive while it runs
 
     @web.middleware
-    async def check_sender(self, http_request: web.Request, handler: Handler) -> web.StreamResponse:
-        client: Client = http_request.protocol
-        client.is_chunked = "Transfer-Encoding" in http_request.headers
-        if "Origin" in http_request.headers:  # a page in a browser on this machine, where loopback protects nothing
+    async def check_sender(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        client = client_of(request)
+        client.is_chunked = "Transfer-Encoding" in request.headers
+        if "Origin" in request.headers:  # a page in a browser on this machine, where loopback protects nothing
             return web.json_response({"detail": "requests from web pages are refused"}, status=403)
         if self._token is not None:
-            sent = http_request.headers.get("Authorization", "")
+            sent = request.headers.get("Authorization", "")
             if not hmac.compare_digest(os.fsencode(sent), os.fsencode(f"Bearer {self._token}")):
                 headers = {"WWW-Authenticate": "Bearer"}
                 body = {"detail": "expected the header Authorization: Bearer <token>"}
                 return web.json_response(body, status=401, headers=headers)
         client.works()
         try:
-            return await handler(http_request)
+            return await handler(request)
         finally:
             client.waits()
 
@@ -113,7 +113,7 @@ class Routes:
     async def _handle(
         self, http_request: web.Request, kind: type[BaseModel], execute: Execute
     ) -> tuple[web.StreamResponse, str]:
-        client: Client = http_request.protocol
+        client = client_of(http_request)
         client.waits()
         async with AsyncExitStack() as stack:
             try:
@@ -173,8 +173,7 @@ class Routes:
 
     async def renew_sessions(self, http_request: web.Request) -> web.Response:
         """Renew the leases of the sessions and boxes that are named in the body; say how many of them exist."""
-        client: Client = http_request.protocol
-        client.waits()
+        client_of(http_request).waits()
         try:
             async with self._bodies.read(http_request, RenewRequest.model_validate) as request:
                 ids = request.session_ids

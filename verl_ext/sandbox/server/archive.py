@@ -104,14 +104,14 @@ def _make(
                 os.link(linked[-1], parts[-1], src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
             finally:
                 os.close(source)
-        elif member.isreg() and not member.issparse():
+        elif member.isreg() and not member.issparse() and (content := archive.extractfile(member)):
             with open(os.open(parts[-1], NEW_FILE, 0o600, dir_fd=parent), "wb") as file:
-                content = archive.extractfile(member)
                 while chunk := content.read(COPY_BYTES):
                     file.write(chunk)
                 os.fchmod(file.fileno(), member.mode & 0o777)
                 file.flush()
-                os.utime(file.fileno(), (max(member.mtime, 0),) * 2)
+                time = max(member.mtime, 0)
+                os.utime(file.fileno(), (time, time))
         else:
             raise ArchiveError(f"{_shown(path)}: expected a file, a folder or a link")
     finally:

@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from . import archive, box_isolation
 from .agent_runs import AgentRuns, reset_signals
@@ -29,7 +29,7 @@ from .output import Buffer
 from .processes import KILL_S, Program, kill_all
 from .program import CHUNK, PR_SET_PDEATHSIG, SIGKILL, prctl
 from .wire import LENGTH
-from .worker import MAX_OPEN_FILES, End, Result, Worker, adopt_orphans, fork, send
+from .worker import MAX_OPEN_FILES, End, Limits, Result, Worker, adopt_orphans, fork, send
 
 MAX_LOCKS = 1000  # of files, by all processes of the box
 LOCKS_BYTES = 1 << 16  # of /proc/locks that are read: more lines than that
@@ -38,14 +38,6 @@ ARCHIVE_MEMORY = 1 << 30  # address space of the process that handles an archive
 ARCHIVE_S = 60.0  # for that
 CWD_BYTES = 4096
 PLANTED_IN = ("/tests", "/logs", "/solution")  # where only the scoring box has files: what an agent puts there is told
-
-
-class Limits(NamedTuple):
-    """Of one command; what worker.Worker asks of a request."""
-
-    run_timeout: float
-    memory_limit_MB: int
-    session: bool = False
 
 
 class Reaper:

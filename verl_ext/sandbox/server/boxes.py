@@ -5,6 +5,7 @@ whoever opened it renews its lease, and a command takes one of the pool's slots 
 all processes and then reads files, a box can only be ended.
 """
 
+import asyncio
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,7 @@ class Boxes(Sessions):
             except LostBoxError as exc:  # nothing of its own has run yet
                 raise SandboxError(str(exc)) from exc
             if "refused" in answer:
-                self._close(box)
+                self._close(box, box.worker)
                 raise BoxRefusedError(f"archive: {answer['refused']}")
             return queue_time
 
@@ -100,8 +101,8 @@ class Boxes(Sessions):
                 header, blobs = await self._ask(box, wanted, request["run_timeout"])
             except LostBoxError as exc:
                 header, blobs = _lost(exc, request["run_timeout"]), bytearray()
-            if header.pop("spent"):
-                self._discard(box)
+            if header.pop("spent") and box.worker:
+                self._discard(box, box.worker)
             result = with_blobs(header | {"files": {}, "not_fetched": {}}, blobs)
             return result | {"alive": box.worker is not None, "call": box.calls}, queue_time
 
@@ -135,26 +136,26 @@ class Boxes(Sessions):
             LostBoxError, SandboxError: see there.
         """
         worker = box.worker
+        assert worker is not None  # as each turn of a box begins with one
         try:
-            answer = await within(time_s + WORKER_GRACE_S, worker.ask(request, archive))
+            return await within(time_s + WORKER_GRACE_S, worker.ask(request, archive))
         except TimeoutError as exc:
-            self._discard(box)
+            self._discard(box, worker)
             raise await self._blame("its worker did not answer at the time limit", timed_out=True) from exc
         except WorkerFailedError as exc:
-            self._close(box)
+            self._close(box, worker)
             if exc.by_program:
                 raise await self._blame(str(exc)) from exc
             raise SandboxError(str(exc)) from exc
         except Exception as exc:  # its socket closed
-            await self._discard(box)
+            await self._discard(box, worker)
             message = f"its worker died ({exc or type(exc).__name__})"
             if await self.workers.were_killed_from_outside(worker):
                 raise SandboxError(message) from exc
             raise await self._blame(message) from exc
         except BaseException:  # the client hung up: nobody knows how far this got
-            self._close(box)
+            self._close(box, worker)
             raise
-        return answer
 
     async def _blame(self, message: str, *, timed_out: bool = False) -> Exception:
         """Return the error for a box that was lost: its own doing, unless nothing else works either."""
@@ -162,12 +163,12 @@ class Boxes(Sessions):
             return SandboxError(f"a box was lost: {message}; a control program failed, too: {why}")
         return LostBoxError(message, timed_out)
 
-    def _discard(self, box: Box) -> Any:
-        worker, box.worker = box.worker, None
+    def _discard(self, box: Box, worker: Worker) -> asyncio.Task:
+        box.worker = None
         return self.workers.discard(worker)
 
-    def _close(self, box: Box) -> None:
-        worker, box.worker = box.worker, None
+    def _close(self, box: Box, worker: Worker) -> None:
+        box.worker = None
         worker.close()
 
     def _end_worker(self, worker: Worker) -> None:

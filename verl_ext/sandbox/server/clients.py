@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -47,14 +47,17 @@ class Client(web.RequestHandler):
     def __init__(self, clients: "Clients", server: web.Server) -> None:
         loop = asyncio.get_running_loop()
         # Bodies are not unpacked; see body.py. `Clients` closes idle connections long before aiohttp would.
-        super().__init__(server, loop=loop, access_log=None, auto_decompress=False, max_headers=MAX_HEADERS)
+        # aiohttp's annotation leaves out that there may be no access log.
+        log: Any = None
+        super().__init__(server, loop=loop, access_log=log, auto_decompress=False, max_headers=MAX_HEADERS)
         self._clients = clients
         self.is_unwanted = False  # closed before it was set up
         self.is_chunked = False  # the body of the request that is read
         self._small_chunks = 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.max_size = READ_BYTES  # asyncio's own is four times as much
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        # asyncio's own is four times as much. Only its transports for sockets have this, and their type is private.
+        transport.max_size = READ_BYTES  # pyright: ignore[reportAttributeAccessIssue]
         super().connection_made(transport)
         if self.is_unwanted:
             transport.abort()
@@ -104,6 +107,11 @@ class Client(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         log_failure("a connection failed", sys.exc_info()[1])
+
+
+def client_of(http_request: web.Request) -> Client:
+    """Return the connection of a request; aiohttp only knows that it is one of its own kind."""
+    return cast(Client, http_request.protocol)
 
 
 class Clients:

@@ -60,7 +60,7 @@ class Worker:
         if "error" in hello:
             raise SandboxError(hello["error"])
         self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd = os.pidfd_open(hello["pid"])
 
     async def call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request; return the answer. Raises OSError, EOFError, or WorkerFailedError with the worker's message.

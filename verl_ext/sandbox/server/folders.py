@@ -60,7 +60,7 @@ def open_files(folder: str, body: int, count: int, offset: int, memory: mmap.mma
                 raise OSError(errno.ENODATA, "names of files")
             fd = open_inside(folder, memory, NAME.size, end)
         except OSError as exc:
-            opened.append((-1, -exc.errno))
+            opened.append((-1, -(exc.errno or errno.EIO)))
             continue
         status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode) and status.st_size <= budget:

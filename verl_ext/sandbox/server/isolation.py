@@ -64,7 +64,7 @@ class Isolation:
         self.folder = namespaces.HOME  # of the program
         self.uid = os.geteuid()  # of the programs
         self._outside = self._ruleset = self._process_ids = -1  # file descriptors
-        self._filter: seccomp.FilterProgram | None = None
+        self._filter: seccomp.FilterProgram  # from `enter_zygote` on, if that layer is on
         if mode == "none":
             return
         self._probe()

@@ -86,7 +86,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
         finally:
             os.close(fd)
     except OSError as exc:
-        raise OSError(exc.errno, f"no Landlock rule for {path}: {os.strerror(exc.errno)}") from exc
+        raise OSError(exc.errno, f"no Landlock rule for {path}: {os.strerror(exc.errno or 0)}") from exc
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:

@@ -63,7 +63,7 @@ def do_without_epoll() -> None:
 
 def do_without_statvfs() -> None:
     """Have multiprocessing share memory in the program's folder, because statvfs() of /dev/shm is denied."""
-    multiprocessing.heap.Arena._dir_candidates = []
+    multiprocessing.heap.Arena._dir_candidates = []  # pyright: ignore[reportAttributeAccessIssue]  # a private one
 
 
 def count_shared_memory(*, between_processes: bool) -> None:
@@ -137,4 +137,4 @@ def renew() -> None:
     if "sympy.core.random" in modules:
         modules["sympy.core.random"].rng.seed()
     if "tempfile" in modules:
-        modules["tempfile"].tempdir = modules["tempfile"]._name_sequence = None
+        vars(modules["tempfile"]).update(tempdir=None, _name_sequence=None)

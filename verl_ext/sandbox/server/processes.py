@@ -35,6 +35,7 @@ class Program(NamedTuple):
         Raises:
             OSError: too many file descriptors of others are in flight.
         """
+        assert self.control  # of a session
         self.signal(signal.SIGCONT)
         deadline = time.monotonic() + SEND_FDS_S
         while True:
@@ -54,7 +55,7 @@ class Program(NamedTuple):
 
     def receive(self) -> bytes | None:
         try:
-            return self.control.recv(CHUNK)
+            return self.control.recv(CHUNK) if self.control else None
         except OSError:  # closed with a message unread
             return None
 

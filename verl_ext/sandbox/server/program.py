@@ -4,7 +4,7 @@ See zygote.py. In a session it then waits for the next call instead.
 """
 
 import _ast
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]  # which no stub describes
 import atexit
 import ctypes
 import gc
@@ -190,13 +190,13 @@ def execute(source: bytes, script: str, echo: bool) -> None:
         echo: print the value of a last statement that is an expression, unless it is None, as a Python prompt does.
     """
     namespace = vars(sys.modules["__main__"])
-    last = None
-    if echo:
-        tree = compile(source, script, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+    code, last = source, None
+    tree = compile(source, script, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True) if echo else None
+    if isinstance(tree, _ast.Module):
         if tree.body and isinstance(tree.body[-1], _ast.Expr):
             last = _ast.Interactive([tree.body.pop()])
-        source = tree
-    exec(compile(source, script, "exec", dont_inherit=True), namespace)
+        code = tree
+    exec(compile(code, script, "exec", dont_inherit=True), namespace)
     if last:
         exec(compile(last, script, "single", dont_inherit=True), namespace)
 

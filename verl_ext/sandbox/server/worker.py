@@ -101,6 +101,13 @@ class Request(NamedTuple):
     session: bool
 
 
+class Limits(NamedTuple):
+    """Of one command in a box (box.py); a request has them as well."""
+
+    run_timeout: float
+    memory_limit_MB: int
+
+
 class Result(NamedTuple):
     """How a program, or a call of a session, ended."""
 
@@ -232,7 +239,7 @@ class Worker:
         end = self.wait_for_end(self.program, request, started)
         return self.finish(self.program, request, end, time.monotonic() - started)
 
-    def wait_for_end(self, program: Program, request: Request, started: float) -> End:
+    def wait_for_end(self, program: Program, request: Request | Limits, started: float) -> End:
         """Read what the program prints until it need not be waited for any longer.
 
         Time in which this process stood still for STALL_S does not count.
@@ -266,7 +273,7 @@ class Worker:
                     continue
                 return End(return_code=program.return_code(message))
 
-    def watches(self, request: Request) -> list[MemoryWatch | DiskWatch]:
+    def watches(self, request: Request | Limits) -> list[MemoryWatch | DiskWatch]:
         """Return what looks for an excess while a program runs."""
         watches: list[MemoryWatch | DiskWatch] = []
         if request.memory_limit_MB > 0 and self.layers.layers:
@@ -298,7 +305,7 @@ class Worker:
             excess = self.disk.excess(program.pids() if alive else ())
             alive = alive and not excess
         used_s, gone = 0.0, True
-        if not alive:
+        if return_code is None or not alive:
             used_s = program.cpu_s(with_others=False)
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)

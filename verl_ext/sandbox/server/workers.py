@@ -181,6 +181,7 @@ class Workers:
         while number % NUM_UIDS in _by_user and len(_by_user) < NUM_UIDS:
             number = next(_numbers)
         name = f"{number}-{secrets.token_hex(16)}"
+        assert self._root and self._zygote and self._control_socket  # since `_start_zygote`
         ours, theirs = socket.socketpair()
         worker = _by_user[number % NUM_UIDS] = Worker(ours, self._root / name, self._zygote)
         try:
