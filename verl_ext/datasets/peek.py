@@ -148,12 +148,13 @@ def _text_bytes(column: "pa.Array") -> list[int]:
     def measure(array: pa.Array) -> np.ndarray:
         kind = array.type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            return pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+            sizes = pc.fill_null(pc.call_function("binary_length", [array]), 0)
+            return sizes.to_numpy(zero_copy_only=False).astype(np.int64)
         if pa.types.is_struct(kind):
             return sum((measure(each) for each in array.flatten()), np.zeros(len(array), np.int64))
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
             sums = np.concatenate([[0], np.cumsum(measure(array.flatten()))])
-            sizes = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+            sizes = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False)
             ends = np.cumsum(sizes)
             return sums[ends] - sums[ends - sizes]
         return np.zeros(len(array), np.int64)

@@ -10,7 +10,7 @@ from verl_ext.protocols.by_name import make_protocol
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[dict[str, Any]]
 
 
 def prompt_length(

@@ -91,11 +91,12 @@ def lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, row) of each non-empty line of a JSONL file, as `read_rows` does."""
     for number, line, row in jsonl.lines(file):
         where = f"{file}, line {number}"
-        if isinstance(row, ValueError) and line.strip():
+        if not line.strip():
+            continue
+        if isinstance(row, ValueError):
             found = _shown(line.decode(errors="replace").strip())
             raise DataError(f"{where}: {row}; found {found}. Expected one JSON object per line.")
-        if line.strip():
-            yield where, row
+        yield where, row
 
 
 def _table(source: str, file: Path | None, split: str) -> Iterator[tuple[str, dict[str, Any]]]:

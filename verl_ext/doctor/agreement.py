@@ -19,7 +19,7 @@ from verl_ext.doctor.template import (
     shown,
     template_kwargs,
 )
-from verl_ext.protocols.base import CODE_TOOL, SegmentEncoder, render
+from verl_ext.protocols.base import CODE_TOOL, SegmentEncoder, decoded, render
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.thinking import opens_thinking
 from verl_ext.protocols.tool_schemas import schemas_of
@@ -85,7 +85,7 @@ def _check_way(
         return
     yield ok(f"""SFT and rollout encode a trace{where}{call} as the same {len(ids)} tokens, and train on
         {sum(mask)}""")
-    text = tokenizer.decode(ids)
+    text = decoded(tokenizer, ids)
     if whole is not None and not whole.startswith(text):
         at = len(os.path.commonprefix([whole, text]))
         yield warn(f"""the chat template renders the finished conversation differently, as {whole[at : at + 40]!r}

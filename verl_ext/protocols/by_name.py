@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 def make_protocol(
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     template_kwargs: Mapping[str, Any],
     *,
     max_parallel_calls: int,
     repair_json: bool = False,
 ) -> ToolProtocol:
-    """Return the protocol "code", "hermes" or "text"; only hermes uses the last two arguments.
+    """Return the protocol "code", "hermes" or "text"; only hermes uses the last two arguments. Without a tokenizer it
+    cannot reply.
 
     Raises:
         ValueError: the name is none of these.

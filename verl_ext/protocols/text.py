@@ -19,7 +19,7 @@ class TextProtocol:
     stop: str | None = None
     call_ends_turn = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, template_kwargs: Mapping[str, Any] | None = None):
         self.user_reply = ChatReply(tokenizer, "user", template_kwargs).render
 
     def prompt(self, messages: Sequence[dict]) -> list[dict]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from verl_ext.traces.output import Spool
 
 Found = Iterator[Trace | Unread]
-Finish = Callable[["Gate", Trace], Awaitable[Trace]]
+Finish = Callable[["Gate", Any], Awaitable[Trace]]  # takes the kind of trace that it is made for
 GIVE_UP_AFTER = 16  # traces in a row with programs that could not be run
 
 
@@ -113,7 +113,7 @@ def check(traces: Found, args: argparse.Namespace, run: Path | None = None, *, f
     urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
     sandbox = config.retool.sandbox
     sandbox.max_concurrency = max(sandbox.max_concurrency, args.concurrency)
-    with nullcontext(urls) if urls else running_server(workers=os.cpu_count()) as urls, spooled(args.out) as spool:
+    with nullcontext(urls) if urls else running_server(workers=os.cpu_count() or 1) as urls, spooled(args.out) as spool:
         sandbox.urls = urls.split(",")
         rules, tokenizer = make_rules(args, config)
         asyncio.run(_check_all(traces, config, rules, tokenizer, spool, args.concurrency, finish))
@@ -198,7 +198,7 @@ async def _check_one(
     spool.add(number, checked)
     if checked.has_run:
         in_a_row.clear()
-    elif checked.is_down:
+    elif checked.is_down and checked.left:
         in_a_row.append(checked.left.detail)
         if len(in_a_row) >= GIVE_UP_AFTER:
             raise CannotCheck(f"The programs of the last {GIVE_UP_AFTER} traces could not be run: {in_a_row[-1]}")

@@ -182,7 +182,7 @@ async def _ask(teacher: Teacher, row: Row, number: int, file: Any) -> None:
 @asynccontextmanager
 async def _of_folder(args: argparse.Namespace, config: "DictConfig") -> AsyncIterator[Teacher]:
     from verl_ext.episode import Usage
-    from verl_ext.protocols.base import render
+    from verl_ext.protocols.base import decoded, render
     from verl_ext.rollout.servers import VllmServer
     from verl_ext.rollout.standalone import load_tokenizer
     from verl_ext.rollout.talk import Answer
@@ -195,7 +195,7 @@ async def _of_folder(args: argparse.Namespace, config: "DictConfig") -> AsyncIte
         ids = tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
         output = await server.generate("", prompt_ids=ids, sampling_params=params_of(args))
         is_over = output.token_ids[-1:] == [tokenizer.eos_token_id]
-        text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        text = decoded(tokenizer, output.token_ids, skip_special_tokens=True)
         return Answer(text, was_cut=not is_over, usage=Usage(1, len(ids), len(output.token_ids)))
 
     async with aclosing(server):

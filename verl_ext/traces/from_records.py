@@ -76,8 +76,8 @@ def trace_of(row: Mapping[str, Any], name: str, source: str) -> Trace:
     verdict = row["verdict"] or {}
     score = None
     if row["acc"] is not None and verdict.get("text") != UNVERIFIED_VERDICT:
-        texts = [verdict.get(each) or "" for each in ("extracted", "text", "rule", "normalised")]
-        score = Score(row["acc"], *texts)
+        pred, method, normalised = (verdict.get(each) or "" for each in ("extracted", "rule", "normalised"))
+        score = Score(row["acc"], pred, verdict.get("text") or "unknown", method, normalised)
     truth = {"ground_truth": task.pop("ground_truth", row["ground_truth"])}
     columns = {"data_source": row["domain"], "ability": row["ability"], "reward_model": truth, **task}
     about = {"step": row["step"], "score": row["score"], "acc": row["acc"], "problem": row["problem"]}

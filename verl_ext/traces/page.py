@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import dropwhile, islice, zip_longest
+from itertools import chain, dropwhile, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def transcript_row(messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]
 
 
 def _calls(turn: TraceTurn, number: int) -> Iterator[dict[str, Any]]:
-    for call, output in zip_longest(turn.calls, turn.outputs, fillvalue=""):  # nothing answers a last `submit`
+    for call, output in zip(turn.calls, chain(turn.outputs, repeat("")), strict=False):  # nothing answers a `submit`
         is_code = call.tool == CODE_TOOL and isinstance(call.arguments.get("code"), str)
         code = call.arguments["code"] if is_code else json.dumps({call.tool: call.arguments}, ensure_ascii=False)
         yield {"turn": number, "code": code, "stdout": output, "stderr": "", "status": "ok", "fault": None}

@@ -193,7 +193,7 @@ def _blank_if_explained(match: re.Match[str], known: set[Decimal], printed: Sequ
 
 def _is_printed(number: Decimal, printed: Iterable[Decimal]) -> bool:
     """Return whether a number is one of those that a program printed, perhaps rounded or as a percentage."""
-    half = Decimal(10) ** number.as_tuple().exponent / 2
+    half = Decimal(10) ** int(number.as_tuple().exponent) / 2
     return any(
         abs(number - each) <= half  # also without its sign, as in "it falls by 3"
         or (each < 0 and abs(number + each) <= half)
@@ -217,7 +217,7 @@ def _right_equations(sentence: str) -> set[Decimal]:
     results = set()
     for match in re.finditer(r"((?:-?\d+(?:\.\d+)?\s*[-+*/]\s*)+-?\d+(?:\.\d+)?)\s*=\s*(-?\d+(?:\.\d+)?)", plain):
         left, right = _value(match[1]), Decimal(match[2])
-        if left is not None and abs(left - right) <= Decimal(10) ** right.as_tuple().exponent / 2:
+        if left is not None and abs(left - right) <= Decimal(10) ** int(right.as_tuple().exponent) / 2:
             results.add(right)
     return results
 
@@ -229,7 +229,7 @@ def _value(sum_of_products: str) -> Decimal | None:
     for token in tokens:
         if token in "+-" and product is None:
             sign *= -1 if token == "-" else 1
-        elif token in "+-":
+        elif token in "+-" and product is not None:
             total, product, sign, operator = total + sign * product, None, -1 if token == "-" else 1, "*"
         elif token in "*/":
             operator = token

@@ -83,13 +83,13 @@ def _left_of_problem(
         shingles.append(own)
         left.append(trace)
     if chosen.per_problem is not None and len(left) > chosen.per_problem:
-        kept = {trace["number"] for trace in _chosen(left, chosen)}
+        kept = {trace["number"] for trace in _chosen(left, chosen, chosen.per_problem)}
         why = LeftOut(Reason.TOO_MANY, f"{len(left)} of its problem, {chosen.per_problem} kept")
         yield from ((trace["number"], why) for trace in left if trace["number"] not in kept)
 
 
-def _chosen(traces: Sequence[Mapping[str, Any]], chosen: Selection) -> list[Mapping[str, Any]]:
-    drawn, count = _drawn(chosen.seed), chosen.per_problem
+def _chosen(traces: Sequence[Mapping[str, Any]], chosen: Selection, count: int) -> list[Mapping[str, Any]]:
+    drawn = _drawn(chosen.seed)
     if chosen.choose == "random":
         return sorted(traces, key=lambda trace: drawn(trace["number"]))[:count]
     by_length = sorted(traces, key=lambda trace: (len(trace["text"]), trace["number"]))
