@@ -96,7 +96,9 @@ esac
 export COVERAGE_FILE=$TMPDIR/coverage
 run_pytest() { "$PYTHON" -m pytest "${MARKS[@]}" --durations=30 --durations-min=2 "$@"; }
 
-say "ruff, import-linter and shellcheck"
+say "pyright, in the background; ruff, import-linter and shellcheck"
+.venv/bin/basedpyright >"$TMPDIR/types" &
+types=$!
 .venv/bin/ruff check --output-format=concise .
 .venv/bin/ruff format --check .
 .venv/bin/lint-imports --no-logo --no-cache
@@ -107,6 +109,7 @@ if [ -x .venv/bin/sphinx-build ]; then
 else
     say "no site: this .venv has no Sphinx, which only requirements/cpu.txt brings"
 fi
+wait "$types" || { cat "$TMPDIR/types" && exit 1; }
 if [ $# -gt 0 ]; then # the caller chooses
     run_pytest "$@"
 else
