@@ -54,7 +54,7 @@ BUDGETS = {
     "docs/evidence/objectives.md": 500,
     "docs/evidence/cold-start.md": 370,
     "docs/evidence/environments.md": 350,
-    "docs/evidence/terminal.md": 450,
+    "docs/evidence/terminal.md": 550,
     "docs/evidence/agents.md": 400,
     "docs/evidence/async.md": 450,
     "docs/evidence/faults.md": 500,

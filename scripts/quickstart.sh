@@ -6,7 +6,7 @@ set -euo pipefail
 usage() { # here, and not only in pipeline.py: it must also work before anything is installed
     cat <<'EOF_USAGE'
 Usage: bash scripts/quickstart.sh [options]
-Set up .venv (3.0 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
+Set up .venv (3.4 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
 with the real verl and vLLM, on a CPU. Run it again to reuse finished stages and resume an interrupted one.
   --model NAME      tiny (default): 390,000 random parameters, minutes. small: SmolLM2-135M-Instruct with weights from
                     4 bits, about an hour. Or a Hugging Face folder or hub name
