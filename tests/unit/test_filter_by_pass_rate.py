@@ -263,6 +263,7 @@ END
 """
 
 
+@pytest.mark.nightly
 def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path):
     import pandas as pd
 

@@ -84,6 +84,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_stage_that_hangs_is_ended_with_what_it_started(context):
     result = run_stage(of(hangs, limit_s=3), context)
     assert len(result.rows) == 2 and "not done after 3 s" in result.error

@@ -158,6 +158,7 @@ def test_a_log_line_of_the_separate_asynchronous_trainer_does_not_raise(cpu_plat
     assert "hybrid replicas disabled" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "precision"), [("BF16", "medium"), ("STRICT", "highest")])
 def test_torch_rounds_products_where_onednn_does(mode, precision):
     code = (

@@ -274,6 +274,7 @@ async def test_a_server_ends_with_a_worker_that_is_killed(tmp_path):
     assert not [*tmp_path.glob("retool-mcp-*")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shared", [False, True])
 async def test_episodes_that_are_given_up_leave_no_process_and_no_file(config, give_up, shared):
     me, count = psutil.Process(), 200

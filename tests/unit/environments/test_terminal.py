@@ -343,6 +343,7 @@ def runs_tests(server: Server) -> bool:
     return False
 
 
+@pytest.mark.nightly
 def test_another_server_scores_what_a_dead_one_was_scoring(cut):
     """The server in which the tests run dies; the artifacts, which were sealed before, are scored by the other one."""
     servers, killed = [Server("--preload", "") for _ in range(2)], []

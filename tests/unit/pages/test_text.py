@@ -58,6 +58,7 @@ def test_code_has_colours_and_loses_nothing() -> None:
     assert '<span class="nt">' in text.highlight('{"price": 3}')
 
 
+@pytest.mark.nightly
 def test_every_character_that_unicode_calls_ignorable_is_named() -> None:
     ignorable = [chr(code) for code in range(0x110000) if regex.match(r"\p{Default_Ignorable_Code_Point}", chr(code))]
     assert len(ignorable) > 4000

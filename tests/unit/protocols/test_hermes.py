@@ -225,6 +225,7 @@ def test_a_call_may_be_nested_and_long_within_reason(parse):
     assert call.arguments["code"] == "1"  # runs, whatever else the model adds
 
 
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(
     body=st.one_of(

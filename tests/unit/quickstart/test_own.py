@@ -110,6 +110,7 @@ def make(run) -> list[str]:
     return names
 
 
+@pytest.mark.nightly
 def test_the_tiny_model_speaks_the_users_language(files, make_run, tmp_path):
     run = make_run(own=Own(files["mine.jsonl"], files["traces.jsonl"]))
     assert make(run) == ["own/prepare.py", "own/build_model.py", "own/lengths.py"]

@@ -261,6 +261,7 @@ async def test_a_server_that_is_back_gets_calls_again(start):
     await client.aclose()
 
 
+@pytest.mark.nightly
 async def test_server_that_is_killed_under_load_costs_no_answer(client_of):
     """One of three real servers. Calls that it had, and calls that it then refuses, are made again elsewhere."""
     with ThreadPoolExecutor() as executor:

@@ -32,6 +32,7 @@ def server(request) -> Iterator[Server]:
     server.stop()
 
 
+@pytest.mark.nightly
 @needs_root
 def test_program_that_survives_sigkill_is_a_timeout_in_time(server):
     """Like a process that waits for a disk, a traced one is not gone until its tracer, this process, lets it go."""
@@ -61,6 +62,7 @@ def test_program_that_survives_sigkill_is_a_timeout_in_time(server):
     wait_until(lambda: not any(map(psutil.pid_exists, stuck)))
 
 
+@pytest.mark.nightly
 def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run_again():
     server = Server("--preload", "", workers=1)
 
@@ -142,6 +144,7 @@ STOPPED = [
 ]
 
 
+@pytest.mark.nightly
 def test_time_in_which_workers_and_programs_stand_still_is_not_the_programs():
     """As in a container that was frozen for a while. The workers wake first, after the time limits."""
     server = Server("--preload", "", workers=len(STOPPED))
@@ -223,6 +226,7 @@ def test_what_a_program_has_forked_dies_with_its_worker(family):
     assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
 
 
+@pytest.mark.nightly
 def test_what_a_program_has_forked_dies_with_a_zygote_that_hangs(family):
     server, thread, processes = family
     processes[0].parent().suspend()

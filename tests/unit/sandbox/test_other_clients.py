@@ -71,6 +71,7 @@ def test_verls_check_of_test_cases(server):
     assert [detail["status"] for detail in details] == ["success", "success", "wrong_answer"]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_verls_client_retries_where_the_server_is_overloaded(server, monkeypatch):
     """One worker, and a request that must be answered 504 at first: verl asks again, and gets its answer."""

@@ -150,6 +150,7 @@ async def test_a_new_step_appears_within_five_seconds(tab, serve, run_folder: Pa
     assert min(took_s) < 5, took_s
 
 
+@pytest.mark.nightly
 async def test_a_look_that_fails_leaves_the_page_and_the_next_one_frees_the_charts_before(
     tab, serve, run_folder: Path
 ) -> None:
@@ -169,6 +170,7 @@ async def test_a_look_that_fails_leaves_the_page_and_the_next_one_frees_the_char
     assert all("status of 404" in error for error in tab.errors)
 
 
+@pytest.mark.nightly
 async def test_a_new_step_leaves_the_focus_the_keys_place_and_what_is_open(tab, serve, run_folder: Path) -> None:
     await tab.open(serve(run_folder))
     await tab.js("document.querySelector('details').open = true; document.querySelectorAll('.chart')[1].focus()")

@@ -107,6 +107,7 @@ def test_what_cannot_be_parsed_is_not_equal(pool):
     assert pool.is_equal(r"\frac{1}{", "x") is False
 
 
+@pytest.mark.nightly
 def test_cpu_time_limit_is_the_answers_and_the_next_comparison_works(pool):
     pool.is_equal("x", "x")
     (pid, *_) = pool.worker_pids()
@@ -121,6 +122,7 @@ def test_cpu_time_limit_is_the_answers_and_the_next_comparison_works(pool):
     assert pool.worker_pids()[0] == pid and time.monotonic() - start < 0.4  # s; an import of sympy takes longer
 
 
+@pytest.mark.nightly
 def test_what_takes_long_does_not_hold_up_the_rest():
     """The quick lane gives both up after .1 s; both still wait for the first in the slow lane, 1.5 s."""
     pool = SymbolicPool(size=1, cpu_s=1.5)
@@ -186,6 +188,7 @@ def test_threads_share_the_workers(pool):
     assert 1 <= len(pool.worker_pids()) <= 4  # two in each lane
 
 
+@pytest.mark.nightly
 def test_event_loop_goes_on_during_a_comparison(pool):
     async def both():
         comparison = asyncio.create_task(asyncio.to_thread(pool.is_equal, too_much(12), "3"))
@@ -304,6 +307,7 @@ def test_forked_child_leaves_its_parents_workers_alone_and_none_outlives_its_par
     assert_ends(pid)
 
 
+@pytest.mark.nightly
 def test_no_worker_outlives_a_parent_that_is_killed():
     parent = run_program("print(*symbolic.POOL.worker_pids(), flush=True)", "os.kill(os.getpid(), signal.SIGKILL)")
     (pid,) = map(int, parent.stdout.split())

@@ -26,6 +26,7 @@ async def test_fork_bomb_ends_with_its_call(boxes, bomb):
         assert (await box.run("pgrep -c .")).stdout == "1\n"  # its bash
 
 
+@pytest.mark.nightly
 async def test_what_a_fork_of_the_worker_has_open_is_out_of_reach(boxes):
     """Until it becomes bash, a command has the worker's descriptors: pipes that report, and files of memory."""
     spy = """

@@ -94,6 +94,7 @@ async def test_links_within_the_artifacts_are_kept_and_cycles_do_no_harm(boxes):
     assert unpacked(sealed.archive) == {"app": None, "app/d": None} | links
 
 
+@pytest.mark.nightly
 async def test_ten_thousand_folders_in_each_other_are_bounded(boxes):
     code = "import os\nfor i in range(10_000):\n    os.mkdir('d'); os.chdir('d')\nopen('f', 'w')"
     async with attack(boxes) as box:

@@ -63,6 +63,7 @@ def test_box_that_nobody_renews_ends_and_one_that_is_renewed_does_not(server):
     assert ask(server, "left/run", {"command": "true"})[1]["status"] == "SandboxError"
 
 
+@pytest.mark.nightly
 async def test_client_renews_the_boxes_that_wait(server):
     client = SandboxClient([server.url])
     async with opened(client) as box:
@@ -180,6 +181,7 @@ async def lose(server: Server, signals: dict[str, signal.Signals]) -> tuple:
     return first, second, sealed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "status", "code"), [(signal.SIGKILL, "code_error", -9), (signal.SIGSTOP, "timeout", None)]
 )
