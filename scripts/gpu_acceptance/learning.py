@@ -38,11 +38,12 @@ ON_ONE_GPU = (  # Ray is told of two GPUs, both of which are number 0
 )
 
 
-def quickstart(context: Context, *rl: str, source: Path | None = None, hardware: str = "") -> list[str]:
+def quickstart(context: Context, steps: int, *rl: str, source: Path | None = None, hardware: str = "") -> list[str]:
     """The command of a quickstart in the stage's folder `run`, up to RL.
 
     Args:
-        rl: overrides of its RL.
+        steps: of RL; the stage `merge` needs a checkpoint of the last.
+        rl: further overrides of its RL.
         source: another quickstart, whose data and SFT it takes.
         hardware: a file of configs/hardware for its RL.
     """
@@ -59,7 +60,8 @@ def quickstart(context: Context, *rl: str, source: Path | None = None, hardware:
     files = ",".join(filter(None, [hardware, "no_flash_attn" if no_kernels else ""]))
     if files:  # the tiny run has one already
         command.append(f"--rl={'+' if context.is_cuda else ''}hardware=[{files}]")
-    return command + [f"--rl={setting}" for setting in ("trainer.save_freq=-1", COMPARED, *rl)]
+    length = (f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}")
+    return command + [f"--rl={setting}" for setting in (*length, COMPARED, *rl)]
 
 
 @contextmanager
@@ -89,11 +91,10 @@ def check_learning(context: Context) -> Iterator[Row]:
 
     out, start, steps = context.folder / "run", time.monotonic(), STEPS[context.device]
     files = ",".join([f"'{out / 'data' / 'eval.parquet'}'"] * EVALUATION_SAMPLES)
-    rl = [f"trainer.total_training_steps={steps}", f"data.val_files=[{files}]", "trainer.val_before_train=true"]
-    rl.append(f"trainer.test_freq={EVERY[context.device]}")
+    rl = [f"data.val_files=[{files}]", "trainer.val_before_train=true", f"trainer.test_freq={EVERY[context.device]}"]
     log = context.folder / "run.log"
     looked, before, low, text = [], [], 0.0, ""
-    with running(quickstart(context, *rl), log, DOCTOR="0") as process:
+    with running(quickstart(context, steps, *rl), log, DOCTOR="0") as process:
         ended = False
         while not (ended or low > 0 or time.monotonic() > start + SECONDS):
             ended = process.poll() is not None
@@ -151,10 +152,10 @@ def check_separate(context: Context) -> Iterator[Row]:
     gpus = torch.cuda.device_count() if context.is_cuda else 0
     if context.is_cuda and not gpus:
         raise NotRun("hardware=gpu_separate needs two GPUs, or one that both share; torch sees none")
-    out, settings, environment = context.folder / "run", [f"trainer.total_training_steps={SEPARATE_STEPS}"], {}
+    out, settings, environment = context.folder / "run", (), {}
     if gpus == 1:
         yield Row("GPUs", "2", "1, which actor and server share; weights go by a file in shared memory, not by NCCL")
-        settings += ON_ONE_GPU
+        settings = ON_ONE_GPU
         only = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         environment["CUDA_VISIBLE_DEVICES"] = f"{only},{only}"
     hardware = "gpu_separate" if context.is_cuda else "cpu_separate"
@@ -162,7 +163,7 @@ def check_separate(context: Context) -> Iterator[Row]:
     source = learned if (learned / "sft" / "merged").is_dir() else None
     yield Row("SFT", "", "of the stage learning" if source else "of its own")
     start = time.monotonic()
-    command = quickstart(context, *settings, source=source, hardware=hardware)
+    command = quickstart(context, SEPARATE_STEPS, *settings, source=source, hardware=hardware)
     run(command, context.folder / "run.log", DOCTOR="0", **environment)
     done = len(metrics(out / "rl", "actor/pg_loss"))
     text = f"{done}, {time.monotonic() - start:.0f} s with the start"
