@@ -8,6 +8,7 @@ import importlib.util
 import re
 import symtable
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
@@ -66,7 +67,9 @@ def agent_loops(run: Run) -> dict[str, str | None]:
     """Return agent loops that a sample may name -> tool protocol; "" for the run's or the domain's, None for verl's
     loops, which have none of ours."""
     loops: dict[str, str | None] = dict.fromkeys(NAMES[_LOOP])
-    return loops | {name: protocol or "" for name, protocol in registered_loops(run.config, run.folder).items()}
+    with suppress(FileNotFoundError):  # which the check of classes reports
+        loops |= {name: protocol or "" for name, protocol in registered_loops(run.config, run.folder).items()}
+    return loops
 
 
 def _check_settings(run: Run) -> Iterator[Finding]:

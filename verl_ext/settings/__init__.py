@@ -367,11 +367,15 @@ def named_file(path: str, folder: Path = START) -> Path:
 
 
 def registered_loops(config: "DictConfig", folder: Path = START) -> dict[str, str | None]:
-    """Return the agent loops that `agent_loop_config_path` names -> protocol, None for the run's or the domain's."""
+    """Return the agent loops that `agent_loop_config_path` names -> protocol, None for the run's or the domain's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     from omegaconf import OmegaConf
 
     path = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_config_path")
-    entries = OmegaConf.load(file) if path and (file := named_file(path, folder)).is_file() else ()
+    entries = OmegaConf.load(named_file(path, folder)) if path else ()
     return {each.name: each.get("protocol") for each in cast("ListConfig", entries)}
 
 
