@@ -99,7 +99,7 @@ class BoxTask:
             ValueError: it is no such text, a key is missing, unknown or wrong, or an archive holds what it may not.
         """
         try:
-            plain: dict[str, Any] = json.loads(info) if isinstance(info, str) else {**info}
+            plain: dict[str, Any] = {**(json.loads(info) if isinstance(info, str) else info)}
             known = {each.name for each in fields(cls)}
             if unknown := sorted(plain.keys() - known):
                 raise ValueError(f"it has the unknown key {unknown[0]!r}")

@@ -53,6 +53,12 @@ def test_a_wrong_task_says_what_is_wrong(changes: dict, message: str) -> None:
         BoxTask.from_info(TASK.to_info() | changes)
 
 
+@pytest.mark.parametrize("text", ["[]", "7", "null", "no JSON"])
+def test_text_that_holds_no_task_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="extra_info.task is no task"):
+        BoxTask.from_info(text)
+
+
 @pytest.mark.parametrize(
     ("key", "files"),
     [("image", {"tests/test.sh": b""}), ("tests", {"app/x": b""}), ("solution", {"tests/x": b""})],
