@@ -188,7 +188,8 @@ def evaluate(run: Quickstart, when: str) -> None:
         run.launch(run.rung.rl_launcher, overrides, *where, MODEL_PATH=str(model), SANDBOX_URL=url, DOCTOR="0")
     if not judged_files(target):
         raise CommandFailed(f"The evaluation wrote no records into {target}. See {target}.log.")
-    if (shortcuts := run.out / "data" / "shortcuts.txt").is_file():  # of the small task
+    shortcuts = run.out / "data" / "shortcuts.txt"  # of the small task's problems
+    if shortcuts.is_file() and not run.own.data:
         print(textwrap.indent(shortcuts.read_text().rstrip(), "  "), flush=True)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.quickstart.conftest import RecordingSupervisor
 from verl_ext.quickstart import pipeline, rungs
+from verl_ext.quickstart.own import Own
 from verl_ext.quickstart.pipeline import Journal, Quickstart, run_pipeline
 from verl_ext.quickstart.supervise import CommandFailed
 from verl_ext.runs.folder import path_of
@@ -337,6 +338,20 @@ def test_evaluation_rolls_out_the_merged_model_and_must_leave_records(make_run, 
         records.touch()
 
     pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto", "retool.recorder.enable=false"]), when)
+
+
+@pytest.mark.parametrize("own", [Own(), Own(Path("mine.jsonl"))])
+def test_what_shortcuts_score_is_shown_of_the_problems_that_are_evaluated(make_run, tmp_path, capsys, own):
+    records = path_of(tmp_path / "eval" / "after", "trajectories", 0, validate=True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "shortcuts.txt").write_text("svamp_ood: sum of all numbers 5.0%\n")
+
+    def act(command, env):
+        records.parent.mkdir(parents=True)
+        records.touch()
+
+    pipeline.evaluate(make_run(act, own=own), "after")
+    assert ("svamp_ood" in capsys.readouterr().out) is (own.data is None)
 
 
 # The doctor, in the real launcher ------------------------------------------------------------------------------------
