@@ -94,9 +94,14 @@ def overrides(data: Path, config: Any, sft: dict[str, Any], measure: Measure) ->
         whole = _up(max(sum(part[:2]) for part in parts))
         micro_batch = max(sft["data"]["max_token_len_per_gpu"], whole)
         settings["sft"] += [f"data.max_length={whole}", f"data.max_token_len_per_gpu={micro_batch}"]
-        once = math.ceil(len(parts) / sft["data"]["train_batch_size"])
+        batch = min(sft["data"]["train_batch_size"], 2 ** int(math.log2(len(parts))))
+        if batch < sft["data"]["train_batch_size"]:
+            settings["sft"] += [f"data.train_batch_size={batch}"]
+        once = math.ceil(len(parts) / batch)
         steps = max(sft["trainer"]["total_training_steps"], min(once, MOST_STEPS))
         settings["sft"] += [f"trainer.{name}={steps}" for name in ("total_training_steps", "save_freq", "test_freq")]
+        if not pq.read_metadata(data / "sft_val.parquet").num_rows:
+            settings["sft"] += ["trainer.test_freq=-1", "data.val_files=[]"]
         settings["sft"] += [f"trainer.total_epochs={max(1, math.ceil(steps / max(once - 1, 1)))}"]
         output = max(config.retool.max_tool_response_tokens, *(part[2] for part in parts))
         settings["rl"] += [f"retool.max_tool_response_tokens={output}"]

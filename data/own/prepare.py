@@ -26,7 +26,7 @@ from verl_ext.traces.sources import read_traces
 from verl_ext.traces.trace import Trace
 
 TEST_SHARE, MOST_TEST, LEAST = 0.2, 256, 40
-VALIDATION_SHARE, MOST_VALIDATION = 0.05, 64
+VALIDATION = 64  # traces of SFT's validation, whole batches of any of its YAMLs; none if that is over a tenth
 SFT = pa.schema({"messages": pa.string(), "tools": pa.string(), "id": pa.string()})  # the first two are JSON
 
 
@@ -145,7 +145,7 @@ def main() -> None:
         print(f"{args.out / name}.parquet: {len(rows):,} rows")
     if args.traces:
         traces = read_sft(args.traces, test, None if has_prompts(args.data) else args.prompt)
-        count = min(MOST_VALIDATION, max(1, round(VALIDATION_SHARE * len(traces))))
+        count = VALIDATION if len(traces) >= 10 * VALIDATION else 0
         for name, rows in (("sft_val", traces[:count]), ("sft_train", traces[count:])):
             parquet.write(args.out / f"{name}.parquet", pa.Table.from_pylist(rows, SFT))
             print(f"{args.out / name}.parquet: {len(rows):,} traces")

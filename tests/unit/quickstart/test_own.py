@@ -125,6 +125,9 @@ def test_the_tiny_model_speaks_the_users_language(files, make_run, tmp_path):
     pipeline.train_rl(run)
     sft, rl = (command.command for command in run.supervisor.commands)
     assert "trainer.total_training_steps=500" in sft
+    batch = 2 ** (len(traces).bit_length() - 1)  # the largest power of two that the traces fill
+    assert batch < 64 and f"data.train_batch_size={batch}" in sft, "64 traces would be a step"
+    assert {"data.val_files=[]", "trainer.test_freq=-1"} <= {*sft}, "all of the few traces train"
     assert "data.max_prompt_length=64" in rl
     (response,) = (int(each.partition("=")[2]) for each in rl if each.startswith("data.max_response_length="))
     (whole,) = (int(each.partition("=")[2]) for each in sft if each.startswith("data.max_length="))
@@ -202,3 +205,13 @@ def test_too_few_problems_and_traces_that_are_none_are_named(files, tmp_path):
     last = files["traces.jsonl"].read_text().splitlines(keepends=True)[-1]
     (tmp_path / "none.jsonl").write_text(last)
     assert "1 traces of" in run("--data", files["mine.jsonl"], "--traces", tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(("traces", "validation"), [(639, 0), (640, 64)])
+def test_validation_of_sft_is_whole_batches_or_none(files, tmp_path, traces, validation):
+    (trace,) = files["traces.jsonl"].read_text().splitlines(keepends=True)[:1]
+    (tmp_path / "many.jsonl").write_text("".join(trace.replace("apples", f"{n} apples") for n in range(1, traces + 1)))
+    command = [sys.executable, "data/own/prepare.py", "--data", files["mine.jsonl"], "--out", tmp_path / "data"]
+    subprocess.run([*command, "--traces", tmp_path / "many.jsonl"], check=True, cwd=pipeline.REPO)
+    rows = [pq.read_metadata(tmp_path / "data" / f"sft_{part}.parquet").num_rows for part in ("train", "val")]
+    assert rows == [traces - validation, validation]
