@@ -53,3 +53,11 @@ class Meter:
         tokens = self.used.prompt_tokens + self.used.completion_tokens
         shown = {"requests": f"{self.used.requests:,}", "tokens": f"{tokens:,}"}
         return shown | ({"cost": f"{cost:.2f}"} if cost is not None else {})
+
+    def summary(self) -> str:
+        """Return what was used, in words; only an endpoint counts the tokens of prompts."""
+        used, cost = self.used, self.cost()
+        prompts = f"{used.prompt_tokens:,} of prompts, " if used.prompt_tokens else ""
+        tokens = f"tokens: {prompts}{used.completion_tokens:,} of responses"
+        paid = f"; cost {cost:.2f}" if cost is not None else ""
+        return f"{used.requests:,} requests; {tokens}{paid}; {used.refusals:,} refusals"

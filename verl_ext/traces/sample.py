@@ -46,11 +46,8 @@ def run(args: argparse.Namespace) -> None:
     right = [sample for sample in judged if sample.acc == 1.0]
     problems = len({sample.problem_key() for sample in samples})
     solved = len({sample.problem_key() for sample in right})
-    used = meter.used
     print(f"{folder}: {len(right):,} of {len(judged):,} samples are right; {solved:,} of {problems:,} problems solved")
-    cost = f", cost {meter.cost():.2f}" if meter.cost() is not None else ""
-    tokens = f"{used.prompt_tokens:,} tokens of prompts, {used.completion_tokens:,} of responses"
-    print(f"  {used.requests:,} requests, {tokens}{cost}; {used.refusals:,} refusals")
+    print(f"  {meter.summary()}")
     print(f"Next: python -m verl_ext.traces check {folder} --out traces.parquet")
     if meter.is_spent:
         raise SystemExit("sample: the budget is spent; the same command with a larger one continues from here")

@@ -263,3 +263,9 @@ def test_a_budget_begins_no_sample_once_it_is_spent_also_by_an_earlier_start(sam
     assert list(sample(ChatEndpoint(solve, takes=NO_TOOLS), meter=Meter(max_tokens=74))[0]) == ["17+25?"]
     rows, _ = sample(ChatEndpoint(solve, takes=NO_TOOLS), meter=Meter(max_tokens=75))
     assert [row["acc"] for row in rows.values()] == [1.0, 1.0]
+
+
+def test_a_model_that_runs_here_tells_no_tokens_of_prompts():
+    meter = Meter()
+    meter.add({"sampling": None, "turns": [{"role": "model", "tokens": 5}, {"role": "tool", "tokens": 2}]})
+    assert meter.summary() == "1 requests; tokens: 5 of responses; 0 refusals"

@@ -63,7 +63,7 @@ def test_a_teachers_samples_become_traces(student, tmp_path, sandbox, capsys):
     assert sum("+17?" in json.dumps(request) for request in endpoint.requests) == 20, "none is asked twice"
     printed = capsys.readouterr().out
     assert "8 of 10 samples are right; 4 of 5 problems solved" in printed
-    assert "20 requests, 600 tokens of prompts, 140 of responses, cost 0.00; 0 refusals" in printed
+    assert "20 requests; tokens: 600 of prompts, 140 of responses; cost 0.00; 0 refusals" in printed
     main(["check", str(out), "--config", "tiny_dapo", "--out", str(kept), "--sandbox-url", sandbox])
     rows = pq.read_table(kept).to_pylist()
     assert Counter(row["problem"] for row in rows) == {f"{number}+17?": 1 for number in (0, 1, 3, 4)}, "no duplicates"
