@@ -52,7 +52,7 @@ BUDGETS = {
     "docs/evidence/index.md": 350,
     "docs/evidence/small-models.md": 500,
     "docs/evidence/objectives.md": 500,
-    "docs/evidence/cold-start.md": 370,
+    "docs/evidence/cold-start.md": 460,
     "docs/evidence/environments.md": 350,
     "docs/evidence/terminal.md": 550,
     "docs/evidence/agents.md": 400,
