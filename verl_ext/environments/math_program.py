@@ -18,6 +18,7 @@ import warnings
 
 MISSING = 3
 MAX_CHARS = 2000  # of an expression
+MAX_POWERS = 100  # in it: SymPy takes a minute for 900 in each other, unless Python's recursion limit stops it
 MAX_LISTED = 12  # zeros, extrema, ...
 POINTS = 4001  # of an axis
 
@@ -62,6 +63,8 @@ def parse(text, variables=()):
     text = str(text).strip()
     if not text or len(text) > MAX_CHARS:
         raise ValueError(f"an expression has 1 to {MAX_CHARS} characters, this one {len(text)}")
+    if (powers := text.count("^") + text.count("**")) > MAX_POWERS:
+        raise ValueError(f"an expression has at most {MAX_POWERS} powers, this one {powers}")
     rest = _TOKEN.sub("", text)
     names = re.findall(r"[^\W\d_]\w*", text)
     bad = next((name for name in names if keyword.iskeyword(name)), None) or rest[:1]

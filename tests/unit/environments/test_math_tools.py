@@ -177,6 +177,13 @@ def test_a_text_that_is_no_expression_is_refused_in_one_line(expression, monkeyp
     assert "Error: " in told.err and len(told.err) < 400
 
 
+def test_powers_are_counted_before_sympy_sees_them():
+    assert math_program.parse("x" + "*x^2" * 100, ["x"]).free_symbols
+    for power in ("^", "**"):
+        with pytest.raises(ValueError, match="at most 100 powers, this one 101"):
+            math_program.parse("x" + f"{power}x" * 101, ["x"])
+
+
 def test_no_name_that_passes_reaches_pythons_own_functions():
     for name in [*dir(__builtins__), *dir(math_program), *dir(math_program.sympy_parser)]:
         for text in (name, f"{name}(x)", f"{name}(1)*x"):
