@@ -70,7 +70,10 @@ def test_a_wrong_command_is_answered_with_the_right_ones(bare: Path, tmp_path: P
     assert done.returncode == 1 and "'docter'" in done.stderr and "doctor" in done.stderr
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+LIGHT = ("sandbox", "ledger", "checkpoints", "traces", "environments", "gateway", "fleet")  # the others take seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LIGHT else pytest.mark.nightly) for n in COMMANDS])
 def test_each_command_is_there(name: str, bare: Path, tmp_path: Path) -> None:
     done = retool(bare, tmp_path, name, "--help")
     assert done.returncode == 0, done.stderr

@@ -91,6 +91,7 @@ def test_importing_verl_ext_imports_neither_torch_nor_verl():
     assert run_python("import sys, verl_ext; print([n for n in ('torch', 'verl', 'ray') if n in sys.modules])") == "[]"
 
 
+@pytest.mark.nightly
 def test_nothing_is_installed_on_an_accelerator():
     code = (
         "import sys, importlib.metadata as m, verl, verl_ext\n"

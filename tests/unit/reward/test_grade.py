@@ -120,19 +120,19 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("line", "reason"), BROKEN, ids=range(len(BROKEN)))
-def test_broken_row_is_an_error_in_its_place_and_the_others_are_graded(tmp_path, capsys, line, reason):
-    good = json.dumps(ROWS[0])
+def test_broken_rows_are_errors_in_their_places_and_the_others_are_graded(tmp_path, capsys):
     source, output = tmp_path / "rows.jsonl", tmp_path / "graded.jsonl"
-    source.write_text("\n".join([good] * 40 + [line] + [good] * 40) + "\n")
+    good = json.dumps(ROWS[0])
+    source.write_text("".join(f"{good}\n{good}\n{line}\n" for line, _ in BROKEN))
     assert grade(source, output) == 1
     graded = read(output)
-    assert [row["verdict"] for row in graded] == ["correct"] * 40 + ["error"] + ["correct"] * 40
-    assert (graded[40]["acc"], graded[40]["pred"]) == (None, "")
-    assert f"{source}:41" in graded[40]["error"] and reason in graded[40]["error"]
+    assert [row["verdict"] for row in graded] == ["correct", "correct", "error"] * len(BROKEN)
+    for number, (row, (line, reason)) in enumerate(zip(graded[2::3], BROKEN, strict=True), 1):
+        assert f"{source}:{3 * number}" in row["error"] and reason in row["error"], line[:80]
+        assert (row["acc"], row["pred"]) == (None, "")
     printed = capsys.readouterr()
-    assert "error: 1 rows could not be graded" in printed.err and graded[40]["error"] in printed.err
-    assert "81 rows, mean acc 1.0000: 80 correct, 1 error" in printed.out
+    assert f"error: {len(BROKEN)} rows could not be graded" in printed.err and graded[2]["error"] in printed.err
+    assert "42 rows, mean acc 1.0000: 28 correct, 14 error" in printed.out
 
 
 def test_bytes_that_are_no_text_and_half_a_surrogate_pair_stop_nothing(tmp_path):
