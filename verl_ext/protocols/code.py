@@ -87,7 +87,10 @@ class CodeProtocol:
         if len(calls) > 1:
             raise ValueError(f"the <code> protocol has one call a turn, but there are {len(calls)}")
         if calls[0].tool != CODE_TOOL:
-            raise ValueError(f"the <code> protocol calls {CODE_TOOL} only, but there is a call of {calls[0].tool!r}")
+            raise ValueError(
+                f"the <code> protocol calls {CODE_TOOL} only, but there is a call of {calls[0].tool!r}. Take the "
+                "protocol hermes, as the quickstart's --tools FILE.py does."
+            )
         block = f"{CODE_START}\n{calls[0].arguments['code']}\n{CODE_STOP}"
         return f"{content}\n{block}" if content else block
 

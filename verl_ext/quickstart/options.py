@@ -98,7 +98,7 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     for name in ("data", "traces", "tools"):
         path = getattr(args, name)
         if path and not path.exists():
-            parser.error(f"--{name} {path}: there is no such file")
+            parser.error(f"--{name} {path}: there is no such file as {path.absolute()}")
         setattr(args, name, path.resolve() if path else None)
     for each in args.reward:
         file, colon, _ = each.partition(".py:")
@@ -107,6 +107,8 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if not args.data:
         if args.traces or (args.tools and not args.source):
             parser.error("--traces and --tools need --data, the problems that they are for")
+        return
+    if args.source:  # `_check_source` says why not
         return
     if args.compare:
         parser.error("--compare text has no SFT without the tool for your own data. Run RL twice, once with +tool=none")

@@ -56,13 +56,18 @@ def refused(capsys, *argv: object) -> str:
 
 def test_options_say_what_does_not_go_together(files, capsys):
     data = ("--data", files["mine.jsonl"])
-    assert "--data nothing.jsonl: there is no such file" in refused(capsys, "--data", "nothing.jsonl")
+    nothing = f"--data nothing.jsonl: there is no such file as {Path.cwd() / 'nothing.jsonl'}"
+    assert nothing in refused(capsys, "--data", "nothing.jsonl")
     assert "the tiny model starts from random weights: give --traces" in refused(capsys, *data)
     assert "need --data" in refused(capsys, "--traces", files["traces.jsonl"])
     tools = ("--tools", files["tools.py"])
     assert "the small model has never called your tools" in refused(capsys, *data, *tools, "--model", "small")
     assert "expected FILE.py or FILE.py:NAME" in refused(capsys, "--reward", "reward.none")
     assert "no SFT without the tool" in refused(capsys, *data, "--model", "small", "--compare", "text")
+    source = files["mine.jsonl"].parent / "run"
+    source.mkdir()
+    (source / "stages.json").write_text("")
+    assert "--from reuses data and SFT as they are" in refused(capsys, *data, "--from", source)
     args = parse_options([*map(str, data), "--model", "owner/name", *map(str, tools)])
     assert (args.model, args.model_path, args.out.name) == ("small", "owner/name", "mine")
     assert parse_options([]).out.name == "quickstart"
@@ -124,7 +129,8 @@ def test_the_tiny_model_speaks_the_users_language(files, make_run, tmp_path):
     pipeline.train_sft(run)
     pipeline.train_rl(run)
     sft, rl = (command.command for command in run.supervisor.commands)
-    assert "trainer.total_training_steps=500" in sft
+    assert {"trainer.total_training_steps=500", "trainer.save_freq=250"} <= {*sft}, "a killed SFT resumes"
+    assert "trainer.total_epochs=500" in sft, "enough for more steps by --sft as well"
     batch = 2 ** (len(traces).bit_length() - 1)  # the largest power of two that the traces fill
     assert batch < 64 and f"data.train_batch_size={batch}" in sft, "64 traces would be a step"
     assert {"data.val_files=[]", "trainer.test_freq=-1"} <= {*sft}, "all of the few traces train"
