@@ -122,6 +122,7 @@ def test_what_nearly_solves_a_task_does_not_and_another_right_way_does(lay, name
     assert (check.first_wrong(one.made.checks) == "") == passes
 
 
+@pytest.mark.nightly
 def test_there_are_sixty_templates_of_twelve_kinds_and_their_difficulty_is_the_number_of_steps():
     assert len(TEMPLATES) >= 60
     assert {one.kind for one in TEMPLATES} == set(template.KINDS) and len(template.KINDS) == 12
@@ -155,6 +156,7 @@ def prepare(out, *arguments):
     return {path.stem: pq.read_table(path).to_pylist() for path in out.glob("*.parquet")}
 
 
+@pytest.mark.nightly
 def test_training_and_tests_have_different_tasks_and_held_out_kinds_are_in_tests_only(tmp_path):
     first = prepare(tmp_path / "first", "--rl=150", "--test=100", "--held-out", "git", "logs")
     other = prepare(tmp_path / "other", "--rl=150", "--test=100", "--held-out", "git", "logs", "--seed=1")

@@ -60,6 +60,8 @@ def say(make_run, model, tmp_path):
 
     def look(train: Path | list[Path], val: Path | None = None, *overrides: str, name: str = "tiny_dapo") -> list[str]:
         files = ",".join(map(str, train)) if isinstance(train, list) else f"'{train}'"
+        if name == "tiny_sft" and not val:
+            overrides = ("trainer.test_freq=-1", *overrides)
         run = make_run(name, f"data.train_files=[{files}]", *([LOOPS] if "_dapo" in name else []), *overrides)
         run.config.data.val_files = str(val) if val else None
         found: list[Finding] = [*check_files(run), *check_steps(run)]
@@ -256,9 +258,9 @@ def test_a_validation_of_sft_that_has_no_batch(say, tmp_path):
     val = write(tmp_path / "val.parquet", [trace(f"{i}+2?") for i in range(10)])
     told = [each for each in say(train, val, name="tiny_sft") if each.startswith("FAIL")]
     assert len(told) == 1 and "10 rows of data.val_files are fewer than a batch of 64" in told[0]
-    without = say(train, None, "data.val_files=[]", name="tiny_sft")
+    without = say(train, None, "trainer.test_freq=250", name="tiny_sft")
     assert any("trainer.test_freq=250 validates, but data.val_files names no file" in each for each in without)
-    told = say(train, None, "data.val_files=[]", "trainer.test_freq=-1", name="tiny_sft")
+    told = say(train, name="tiny_sft")
     assert not [each for each in told if each.startswith("FAIL")], "as both messages advise"
 
 

@@ -146,6 +146,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 def test_two_ranks_do_not_matter(tmp_path):
     """Gradients of two gloo processes, averaged as FSDP does, are those of one process, to 1e-12."""
     out = tmp_path / "gradients.pt"

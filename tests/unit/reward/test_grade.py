@@ -51,6 +51,7 @@ def test_command_grades_rows_of_every_form(tmp_path):
     assert "5 rows graded" in result.stderr and "Warning" not in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_command_that_is_killed_leaves_no_process(tmp_path):
     source, output = write(tmp_path / "rows.jsonl", ROWS * 4000), tmp_path / "graded.jsonl"
     command = [sys.executable, "-m", "verl_ext.reward", "--workers", "2"]

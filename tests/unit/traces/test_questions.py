@@ -95,6 +95,7 @@ def test_only_the_last_document_has_the_answer_and_it_does_not_name_the_first(ro
         assert not [each for each in (answer, *(words(documents[id]["title"]) for id in ids[1:])) if each in question]
 
 
+@pytest.mark.nightly
 def test_the_tools_lead_to_the_answer_by_words_that_are_known_and_no_search_of_the_question_does(rows, linked):
     async def play(row: dict[str, Any]) -> None:
         question = row["prompt"][0]["content"].rpartition("\nThe answer format")[0]

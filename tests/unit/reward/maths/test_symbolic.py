@@ -157,6 +157,7 @@ def test_what_the_quick_lane_gives_up_goes_to_the_slow_one(fake):
     assert fake.asked() == [(QUICK_CPU_S, request), (CPU_S, request), (CPU_S, gold)]
 
 
+@pytest.mark.nightly
 def test_real_workers_give_the_value_of_a_sum(pool):
     assert pool.is_equal(r"\sum_{k=1}^{16} k", "136") is True
     assert pool.is_equal("136", r"\sum_{k=1}^{16} k") is True
@@ -202,6 +203,7 @@ def test_event_loop_goes_on_during_a_comparison(pool):
     assert asyncio.run(both()) > 2
 
 
+@pytest.mark.nightly
 def test_verdict_is_kept_for_equal_answers(pool):
     with pytest.raises(TooCostly):
         pool.is_equal(too_much(13), "3")
