@@ -55,10 +55,10 @@ def check_steps(run: Run) -> Iterator[Finding]:
         yield warn(f"""trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at step
             {epoch * epochs}, so a learning-rate schedule would not reach its end
             -> Set trainer.total_epochs to {-(-total // epoch)}, or lower the steps.""")
-    without = "data.val_files=[] trainer.test_freq=-1"
-    if not run.is_rl and not run.files("val") and run.get("trainer.test_freq", -1) > 0:
-        yield fail(f"""trainer.test_freq={run.get("trainer.test_freq")} validates, but data.val_files names no file, at
-            which verl fails -> Set data.val_files, or run without validation: {without}.""")
+    every, without = run.get("trainer.test_freq", -1), "data.val_files=[] trainer.test_freq=-1"
+    if not run.is_rl and not run.files("val") and (every == "after_each_epoch" or every > 0):
+        yield fail(f"""trainer.test_freq={every} validates, but data.val_files names no file, at which verl fails
+            -> Set data.val_files, or run without validation: {without}.""")
     elif not run.is_rl and run.files("val") and _batches(run, "val") == 0:
         yield fail(f"""{count_rows(run.files("val"))} rows of data.val_files are fewer than a batch of {run.batch}: verl
             drops incomplete batches, so val/loss would be the mean of nothing

@@ -258,8 +258,9 @@ def test_a_validation_of_sft_that_has_no_batch(say, tmp_path):
     val = write(tmp_path / "val.parquet", [trace(f"{i}+2?") for i in range(10)])
     told = [each for each in say(train, val, name="tiny_sft") if each.startswith("FAIL")]
     assert len(told) == 1 and "10 rows of data.val_files are fewer than a batch of 64" in told[0]
-    without = say(train, None, "trainer.test_freq=250", name="tiny_sft")
-    assert any("trainer.test_freq=250 validates, but data.val_files names no file" in each for each in without)
+    for every in (250, "after_each_epoch"):
+        without = say(train, None, f"trainer.test_freq={every}", name="tiny_sft")
+        assert any(f"trainer.test_freq={every} validates, but data.val_files names no" in each for each in without)
     told = say(train, name="tiny_sft")
     assert not [each for each in told if each.startswith("FAIL")], "as both messages advise"
 
