@@ -78,7 +78,7 @@ def test_every_stage_leaves_its_result(run: tuple) -> None:
     assert {entry["status"] for entry in stages.values()} == {"done"}
     assert 0 < stages["rl"]["peak_gb"] < 12
     assert "<svg" in (out / "report.html").read_text()
-    assert f".venv/bin/python -m verl_ext.view {out}\n" in run[1]
+    assert f".venv/bin/retool view {out}\n" in run[1]
 
 
 def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:

@@ -198,7 +198,8 @@ def report(run: Quickstart) -> None:
     run.supervisor.run([*command, str(run.out)], log=None)
     if run.beside:
         run.supervisor.run([*command, str(run.beside), str(run.out), "--out", str(run.beside)], log=None)
-    print(f"Every rollout, in the browser: .venv/bin/python -m verl_ext.view {run.out}", flush=True)
+    retool = Path(sys.executable).with_name("retool")
+    print(f"Every rollout, in the browser: {retool} view {run.out}", flush=True)
 
 
 def without_tool(run: Quickstart) -> Quickstart:

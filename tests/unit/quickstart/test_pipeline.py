@@ -340,6 +340,12 @@ def test_evaluation_rolls_out_the_merged_model_and_must_leave_records(make_run, 
     pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto", "retool.recorder.enable=false"]), when)
 
 
+def test_the_command_that_shows_the_rollouts_is_one_that_is_there(make_run, tmp_path, capsys):
+    pipeline.report(make_run())
+    retool, *rest = capsys.readouterr().out.splitlines()[-1].partition(": ")[2].split()
+    assert Path(retool).is_file() and rest == ["view", str(tmp_path)]
+
+
 @pytest.mark.parametrize("own", [Own(), Own(Path("mine.jsonl"))])
 def test_what_shortcuts_score_is_shown_of_the_problems_that_are_evaluated(make_run, tmp_path, capsys, own):
     records = path_of(tmp_path / "eval" / "after", "trajectories", 0, validate=True)
