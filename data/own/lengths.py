@@ -99,12 +99,12 @@ def overrides(data: Path, config: Any, sft: dict[str, Any], measure: Measure) ->
             settings["sft"] += [f"data.train_batch_size={batch}"]
         once = math.ceil(len(parts) / batch)
         steps = max(sft["trainer"]["total_training_steps"], min(once, MOST_STEPS))
-        every = max(sft["trainer"]["save_freq"], math.ceil(steps / 4))
+        every = max(sft["trainer"]["save_freq"], math.ceil(steps / 4))  # a checkpoint of the 135M model is large
         settings["sft"] += [f"trainer.total_training_steps={steps}"]
         settings["sft"] += [f"trainer.{name}={every}" for name in ("save_freq", "test_freq")]
         if not pq.read_metadata(data / "sft_val.parquet").num_rows:
             settings["sft"] += ["trainer.test_freq=-1", "data.val_files=[]"]
-        settings["sft"] += [f"trainer.total_epochs={steps}"]  # more than enough: an epoch has a step at least
+        settings["sft"] += [f"trainer.total_epochs={steps}"]  # an epoch has at least one step, so these are enough
         output = max(config.retool.max_tool_response_tokens, *(part[2] for part in parts))
         settings["rl"] += [f"retool.max_tool_response_tokens={output}"]
     settings["rl"] += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}"]

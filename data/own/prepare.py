@@ -26,7 +26,7 @@ from verl_ext.traces.sources import read_traces
 from verl_ext.traces.trace import Trace
 
 TEST_SHARE, MOST_TEST, LEAST = 0.2, 256, 40
-VALIDATION = 64  # traces of SFT's validation, whole batches of any of its YAMLs; none if that is over a tenth
+VALIDATION = 64  # traces that validate SFT, a multiple of the batch in both YAMLs; with fewer than 640 traces, none
 SFT = pa.schema({"messages": pa.string(), "tools": pa.string(), "id": pa.string()})  # the first two are JSON
 
 

@@ -18,7 +18,7 @@ import warnings
 
 MISSING = 3
 MAX_CHARS = 2000  # of an expression
-MAX_POWERS = 100  # in it: SymPy takes a minute for 900 in each other, unless Python's recursion limit stops it
+MAX_POWERS = 100  # of an expression; SymPy takes a minute for a tower of 900
 MAX_LISTED = 12  # zeros, extrema, ...
 POINTS = 4001  # of an axis
 

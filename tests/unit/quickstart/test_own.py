@@ -221,3 +221,16 @@ def test_validation_of_sft_is_whole_batches_or_none(files, tmp_path, traces, val
     subprocess.run([*command, "--traces", tmp_path / "many.jsonl"], check=True, cwd=pipeline.REPO)
     rows = [pq.read_metadata(tmp_path / "data" / f"sft_{part}.parquet").num_rows for part in ("train", "val")]
     assert rows == [traces - validation, validation]
+
+
+@pytest.mark.nightly
+def test_a_long_sft_of_the_small_model_saves_four_times(files, tiny_tools, tokenizer, tmp_path):
+    (trace,) = files["traces.jsonl"].read_text().splitlines(keepends=True)[:1]
+    (tmp_path / "many.jsonl").write_text("".join(trace.replace("apples", f"{n} apples") for n in range(704)))
+    tokenizer.save_pretrained(tmp_path / "model")
+    own, data = Own(files["mine.jsonl"], tmp_path / "many.jsonl"), tmp_path / "data"
+    lengths = own.lengths_command(data, str(tmp_path / "model"), "smollm2_dapo", "smollm2_sft")
+    for command in (own.prepare_command(data), lengths):
+        subprocess.run(command, check=True, capture_output=True, cwd=pipeline.REPO)
+    found = {*own.sft_overrides(data)}  # 704 traces, 64 of them for validation, 16 a step: 40 steps
+    assert {"trainer.total_training_steps=40", "trainer.save_freq=10", "trainer.test_freq=10"} <= found

@@ -7,6 +7,7 @@ import pytest
 
 from verl_ext.datasets.rows import DataError
 from verl_ext.runs import parquet
+from verl_ext.settings import REPO
 from verl_ext.traces.output import row_of
 from verl_ext.traces.sources import read_traces
 from verl_ext.traces.trace import Reason, Trace
@@ -15,10 +16,21 @@ USER, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"by": 2}}}
 OTHER = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": "print(3)"}}}
 
+ITEM = {"type": "object", "properties": {"item": {"type": "string", "description": "its name"}}, "required": ["item"]}
+PRICE_OF = {"name": "price_of", "description": "Look up a price.", "parameters": ITEM}
+
 
 def read(tmp_path, *rows: dict) -> list:
     (tmp_path / "traces.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return list(read_traces(str(tmp_path / "traces.jsonl")))
+
+
+def test_the_row_of_the_page_is_a_trace(tmp_path):
+    page = (REPO / "docs" / "guides" / "traces.md").read_text()
+    row = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    (trace,) = read(tmp_path, row | {"tools": json.dumps([{"type": "function", "function": PRICE_OF}])})
+    assert isinstance(trace, Trace) and trace.problem == "What do 3 breads cost?"
+    assert [bool(message.get("tool_calls")) for message in trace.messages] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
