@@ -4,7 +4,7 @@
 
 Each folder with a task.toml is a row. One that asks for what a box of the sandbox does not have, such as another image
 or a network, is named with the reason, and stops the command unless you pass --skip. Then check that the tasks can be
-solved: python -m verl_ext.environments validate outputs/harbor/rl_train.parquet
+solved: retool environments validate outputs/harbor/rl_train.parquet
 
 Tests that run a program of the agent must run it by `as-agent PROGRAM`, which every box has. Otherwise it could change
 the tests or write the reward.

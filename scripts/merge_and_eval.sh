@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Merge a checkpoint of an SFT or RL run into a Hugging Face folder, unless that is done already, and evaluate it with tools.
 #
-# Usage: [SANDBOX_URL=...] bash scripts/merge_and_eval.sh CKPT_DIR [arguments and overrides of python -m verl_ext.evaluation]
+# Usage: [SANDBOX_URL=...] bash scripts/merge_and_eval.sh CKPT_DIR [arguments and overrides of retool evaluate]
 #   CKPT_DIR   a run's folder (its newest complete step), its global_step_N, or global_step_N/actor, from any number of ranks.
 #              In the quickstart's folder, its RL run, or its SFT run if there is none
 # Writes into the run's folder: merged_step_N, the model, always in bf16 because verl's merger has no other type; and

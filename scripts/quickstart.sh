@@ -11,7 +11,7 @@ with the real verl and vLLM, on a CPU. Run it again to reuse finished stages and
   --model NAME      tiny (default): 390,000 random parameters, minutes. small: SmolLM2-135M-Instruct with weights from
                     4 bits, about an hour. Or a Hugging Face folder or hub name
   --data FILE       your own problems with answers, JSONL or parquet, in outputs/FILE; the next three go with it
-  --traces FILE     traces of problems like these for SFT, from python -m verl_ext.traces; the tiny model needs them
+  --traces FILE     traces of problems like these for SFT, from retool traces; the tiny model needs them
   --tools FILE.py   functions that the model can call
   --reward FILE.py:NAME[=WEIGHT]  a function of (episode, row) that is added to the reward; also without --data
   --stage STAGE     run only this stage: data, sft, merge, rl, eval or report (may be repeated)

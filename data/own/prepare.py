@@ -4,7 +4,7 @@
     python data/own/prepare.py --data mine.jsonl --traces traces.parquet --out outputs/mine/data
 
 A row has a problem and its answer, or verl's columns. The test is a share of the problems, the same at every call. The
-traces are those of `python -m verl_ext.traces`, or in any form that it reads. They get the same instructions as the
+traces are those of `retool traces`, or in any form that it reads. They get the same instructions as the
 problems, unless these are whole prompts, and traces of test problems are left out.
 """
 

@@ -1,4 +1,4 @@
-"""Measure how many traces of the tiny task `python -m verl_ext.traces check` checks a minute, and its memory.
+"""Measure how many traces of the tiny task `retool traces check` checks a minute, and its memory.
 
     python -m scripts.bench.traces --traces 10000
 

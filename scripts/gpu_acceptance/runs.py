@@ -267,7 +267,7 @@ def used() -> float:
 
 
 def check_evaluation(context: Context) -> Iterator[Row]:
-    """Run `python -m verl_ext.evaluation`: vLLM in the command's process, tools on.
+    """Run `retool evaluate`: vLLM in the command's process, tools on.
 
     It takes the model that the stage `rl` left after its SFT, or else a random one, which writes no program.
     """

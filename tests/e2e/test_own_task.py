@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -> None:
     page = (REPO / "docs" / "tutorials" / "own-task.md").read_text(encoding="utf-8")
     [commands] = re.findall(r"## Run the example\n.*?```bash\n(.*?)```", page, re.DOTALL)
-    commands, started = re.subn(r"python -m verl_ext\.sandbox\.server .* &\n", "", commands)
+    commands, started = re.subn(r"retool sandbox .* &\n", "", commands)
     assert started == 1 and commands.count("+task=shop") == 2
     with running_server() as url:
         commands = commands.replace("outputs/shop", str(tmp_path))

@@ -18,7 +18,7 @@ from verl_ext.report.__main__ import main as report
 
 REPO = Path(__file__).parents[2]
 
-# Stands in for the Python of merge_and_eval.sh: looks for the checkpoint as `python -m verl_ext.evaluation` would.
+# Stands in for the Python of merge_and_eval.sh: looks for the checkpoint as `retool evaluate` would.
 FIND = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: `python -m verl_ext.checkpoints RUN` shows them.
+"""Checkpoints that are whole or not there: `retool checkpoints RUN` shows them.
 
 `folder.py` decides which ones are whole and resumed from, `rolling.py` which ones are kept, `manifest.py` lists sizes
 and checksums, `course.py` says what a resumed run must share with the run that saved, and `hooks.py` makes verl follow

@@ -1,7 +1,7 @@
 """Show the checkpoints of a run, and where it would resume.
 
-    python -m verl_ext.checkpoints outputs/qwen2-32b_dapo               # what is there, and where a run would resume
-    python -m verl_ext.checkpoints outputs/old_run --accept 300         # vouch for one that was saved without verl_ext
+    retool checkpoints outputs/qwen2-32b_dapo               # what is there, and where a run would resume
+    retool checkpoints outputs/old_run --accept 300         # vouch for one that was saved without verl_ext
 
 For the quickstart's folder, both runs are shown.
 """
@@ -16,7 +16,7 @@ from verl_ext.checkpoints.manifest import NotWhole, problem, vouch
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.checkpoints", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="retool checkpoints", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run, or the quickstart's folder")
     parser.add_argument("--accept", type=int, metavar="STEP", help="declare that this step is complete as it is")

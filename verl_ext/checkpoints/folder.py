@@ -97,7 +97,7 @@ def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
         if broken:
             raise NotWhole(
                 f"{' '.join(broken)} A run that starts over would overwrite it. Move it away, or if you know that a "
-                f"step is complete, accept it: python -m verl_ext.checkpoints {folder} --accept STEP"
+                f"step is complete, accept it: retool checkpoints {folder} --accept STEP"
             )
         say(f"Resume: no checkpoint in {folder}; training starts from scratch.")
         return None
@@ -129,7 +129,7 @@ def require_whole(path: str | os.PathLike | None) -> Path:
         raise NotWhole(
             f"trainer.resume_from_path={checkpoint} is not a complete checkpoint: {seen}. Complete ones there: "
             f"{', '.join(others) or 'none'}. resume_mode=auto picks one. If you know that this one is complete, accept "
-            f"it: python -m verl_ext.checkpoints {checkpoint.parent} --accept {step_of(path)}"
+            f"it: retool checkpoints {checkpoint.parent} --accept {step_of(path)}"
         )
     return checkpoint
 

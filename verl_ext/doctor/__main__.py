@@ -69,7 +69,7 @@ def _use_sandboxes_of_launcher(composed: DictConfig, overrides: Sequence[str]) -
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.doctor",
+        prog="retool doctor",
         description="Check a run before it starts. The exit status is 1 if something would stop or spoil it (FAIL).",
     )
     parser.add_argument("--config-name", required=True, help="a YAML of configs/, without suffix: qwen2-32b_dapo")

@@ -80,7 +80,7 @@ def _settings(run: Run) -> AgentSettings | None:
 def _check_template(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
     found = audit(tokenizer, template_kwargs(run), tools=run.protocol == "hermes")
     names = {level: ", ".join(each.check for each in found if each.level == level) for level in ("fail", "fork")}
-    more = f"python -m verl_ext.gateway audit {run.model_path} prints what differs."
+    more = f"retool gateway audit {run.model_path} prints what differs."
     if names["fail"]:
         yield warn(f"""the chat template does not show the model what an agent may say ({names["fail"]})
             -> Let the agent do without, or set model.custom_chat_template. {more}""")

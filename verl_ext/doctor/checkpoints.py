@@ -121,7 +121,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
 def check_resume(run: Run) -> Iterator[Finding]:
     """Report which checkpoint the run continues from, as verl_ext/checkpoints decides, and what is left to do."""
     folder, mode, said = run.output_folder, run.get("trainer.resume_mode", "auto"), []
-    look = f"Look at them with python -m verl_ext.checkpoints {folder}"
+    look = f"Look at them with retool checkpoints {folder}"
     if mode not in ("auto", "disable", "resume_path"):  # names.py reports it
         return
     if mode == "disable" and (there := checkpoints.steps(folder)):
@@ -131,7 +131,7 @@ def check_resume(run: Run) -> Iterator[Finding]:
         if not run.get("trainer.val_only"):
             check_training_folder(folder)
     except Taken as error:
-        yield fail(f"{error} -> Look at it with python -m verl_ext.view {folder}")
+        yield fail(f"{error} -> Look at it with retool view {folder}")
         return
     named = run.get("trainer.resume_from_path")
     if named and mode == "auto" and not run.is_rl:

@@ -122,7 +122,7 @@ def _check_scores(
     elif wrong := [f"{each.where}: {each.wrong[0]}" for each in checked if each.wrong]:
         yield warn(f"""{what}: of the right and the empty answers of {len(rows)} rows, {len(wrong)} are scored wrongly
             ({wrong[0]}) -> Correct the ground truths or tests, or choose another verifier for the domain.
-            python -m verl_ext.environments validate names all such rows of a file.""")
+            retool environments validate names all such rows of a file.""")
     elif tried := sum("right" in each.scores for each in checked):
         yield ok(f"{what}: the right answers of {tried} rows score 1, empty ones less")
     else:

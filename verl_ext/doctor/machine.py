@@ -48,7 +48,7 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
         yield warn(f"the GPUs differ: {kinds} -> List only equal ones in CUDA_VISIBLE_DEVICES.")
     if unknown := [str(i) for i, gpu in enumerate(gpus) if gpu.total_gib is None or gpu.used_gib is None]:
         yield warn(f"""nvidia-smi does not report the memory of GPU {", ".join(unknown)}
-            -> Pass it for the estimate: python -m verl_ext.doctor --gpu-gib.""")
+            -> Pass it for the estimate: retool doctor --gpu-gib.""")
     known = [(i, gpu.used_gib, gpu.total_gib) for i, gpu in enumerate(gpus)]
     if used := [f"{i} ({used:.1f} GiB)" for i, used, total in known if used and total and used > 0.05 * total]:
         yield warn(f"memory is in use on GPU {', '.join(used)} -> Find out what uses it with nvidia-smi.")

@@ -26,7 +26,7 @@ LAYERS_THAT_CONFINE = ("namespaces", "landlock", "seccomp")
 MAX_CLIENTS = 128
 SHORT_LEASE_S = 60.0  # a process of agent loops that is busy for a quarter of it loses its notebooks
 MAX_SESSIONS = 4000  # of one server (sandbox/server/workers.py)
-START = "Start it with python -m verl_ext.sandbox.server --port 8080 --workers N, or set SANDBOX_URL."
+START = "Start it with retool sandbox --port 8080 --workers N, or set SANDBOX_URL."
 QUEUE_S, ATTEMPTS = (
     inspect.signature(SandboxClient).parameters[name].default for name in ("queue_timeout_s", "max_attempts")
 )
@@ -123,7 +123,7 @@ def check_sessions(run: Run) -> Iterator[Finding]:
                 else "reports no sessions; only this package's server has them"
             )
             yield fail(f"""{url} {why}, and `notebook` needs one for each response -> Start
-                python -m verl_ext.sandbox.server there, without --max-sessions 0, or set retool.environment=python.""")
+                retool sandbox there, without --max-sessions 0, or set retool.environment=python.""")
             return
         if said["session_idle_s"] < SHORT_LEASE_S:
             yield warn(f"""{url} ends a notebook {said["session_idle_s"]:g} s after its last call or renewal, so a
@@ -150,7 +150,7 @@ def check_boxes(run: Run) -> Iterator[Finding]:
         if not said.get("max_boxes"):
             why = said.get("no_boxes") or "only this package's server has them"
             yield fail(f"""{url} has no boxes ({why}), and {needs} needs one for each response
-                -> Start python -m verl_ext.sandbox.server there, without --max-boxes 0, and see docs/guides/sandbox.md
+                -> Start retool sandbox there, without --max-boxes 0, and see docs/guides/sandbox.md
                 for what a container must allow.""")
             return
     wanted, allowed = responses_at_once(run), sum(said["max_boxes"] for said in limits)

@@ -1,7 +1,7 @@
 """Check the tasks of a data set, or score the episodes of a run again. Neither needs a model.
 
-    python -m verl_ext.environments validate rl_train.parquet --environment terminal
-    python -m verl_ext.environments reverify outputs/my_run --domain terminal
+    retool environments validate rl_train.parquet --environment terminal
+    retool environments reverify outputs/my_run --domain terminal
 
 `validate` plays each row's reference solution, which must score 1, and nothing at all, which must score less. It prints
 a table by domain, kind and difficulty, and each row that is wrong. `reverify` scores stored episodes again, by the
@@ -38,7 +38,7 @@ SANDBOX = {"timeout_s": 30, "memory_limit_mb": 1024, "max_concurrency": 64, "que
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.environments",
+        prog="retool environments",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -129,7 +129,7 @@ def _reverify(arguments: argparse.Namespace, url: str) -> int:
         return found
 
     if not (found := asyncio.run(score())):
-        raise ValueError(f"{run} has no judged episodes of this step and domain. See python -m verl_ext.records show.")
+        raise ValueError(f"{run} has no judged episodes of this step and domain. See retool records show.")
     kinds = ("equal", "changed", "not possible")
     counts = {domain: Counter(each.verdict for each in found if each.domain == domain) for domain in _domains(found)}
     print(

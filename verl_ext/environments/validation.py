@@ -1,7 +1,7 @@
 """Whether the rows of a data set can be scored: what is right for a row must score 1, and nothing at all less.
 
 What is right is the reference solution that a row's environment knows (`Environment.solve`), or the response that its
-verifier gives as right. `python -m verl_ext.environments validate` checks many rows in parallel, the doctor a sample.
+verifier gives as right. `retool environments validate` checks many rows in parallel, the doctor a sample.
 In: rows. Out: a `Checked` for each.
 """
 

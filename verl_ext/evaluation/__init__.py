@@ -1,4 +1,4 @@
-"""Evaluation with tools: `python -m verl_ext.evaluation` runs it.
+"""Evaluation with tools: `retool evaluate` runs it.
 
 `problems`, `servers` and `sampling` take samples, `store` keeps them as records. `samples` reads them, and those of a
 run's validations; `figures` and `result` say what they show.

@@ -1,16 +1,16 @@
 """Evaluate a model with tools, through the agent loop and the reward manager of training.
 
     # a Hugging Face folder, by vLLM in this process
-    python -m verl_ext.evaluation --model outputs/qwen2-32b_dapo/merged_step_400 --out outputs/evaluation/dapo
+    retool evaluate --model outputs/qwen2-32b_dapo/merged_step_400 --out outputs/evaluation/dapo
     # the model of an OpenAI-compatible server
-    python -m verl_ext.evaluation --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
+    retool evaluate --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
     # any chat model, with the tools and limits of a run of yours
-    python -m verl_ext.evaluation --chat https://api.example.org/v1 --served-model NAME --api-key-env KEY \\
+    retool evaluate --chat https://api.example.org/v1 --served-model NAME --api-key-env KEY \\
         --tokenizer MODEL_FOLDER --concurrency 16 --out outputs/evaluation/other
     # a checkpoint of an SFT or RL run, merged first
-    python -m verl_ext.evaluation --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
+    retool evaluate --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
     # only the figures of samples that exist: those of an evaluation, or of a run's last validation
-    python -m verl_ext.evaluation --samples outputs/run --compare outputs/other_run
+    retool evaluate --samples outputs/run --compare outputs/other_run
 
 The settings come from a run's YAML: protocol and limits from `retool`, lengths from `data`, sampling from `val_kwargs`,
 vLLM's from `rollout`. Without --config, this is the run that the model's folder belongs to. For a model without a run
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.evaluation",
+        prog="retool evaluate",
         description=(__doc__ or "").replace("{BASE}", BASE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -88,7 +88,7 @@ def find_samples(path: Path) -> Path:
     if not (found := judged_files(path)):
         raise NoSamples(
             f"No samples at {path}. Expected a file of records, or the folder of an evaluation or of a run with "
-            "validations or evaluations. `python -m verl_ext.records import` makes records of verl's dumps."
+            "validations or evaluations. `retool records import` makes records of verl's dumps."
         )
     return found[-1]
 

@@ -1,8 +1,8 @@
 """List, add or remove rollout servers of an RL run in progress.
 
-    python -m verl_ext.fleet list outputs/my_run
-    python -m verl_ext.fleet remove outputs/my_run 2
-    python -m verl_ext.fleet add outputs/my_run
+    retool fleet list outputs/my_run
+    retool fleet remove outputs/my_run 2
+    retool fleet add outputs/my_run
 
 `remove` takes the number that `list` prints. `add` and `remove` return when the run begins to act;
 `list` shows how far it is.
@@ -36,7 +36,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="retool fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {"list": "print the servers", "add": "start a server", "remove": "stop a server"}

@@ -1,7 +1,7 @@
 """Try a model's chat template before an agent is trained with it.
 
-    python -m verl_ext.gateway audit MODEL_FOLDER
-    python -m verl_ext.gateway audit MODEL_FOLDER --template FILE.jinja
+    retool gateway audit MODEL_FOLDER
+    retool gateway audit MODEL_FOLDER --template FILE.jinja
 
 Prints for each kind of conversation how many rows three turns of the model make: one if the template shows earlier
 turns as the model wrote them. Exit code: 0, or 1 if a check fails, because the model would not read what an agent says.
@@ -17,7 +17,7 @@ from verl_ext.gateway.audit import audit
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="retool gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("audit", help="try a chat template", description=(__doc__ or "").partition("\n")[0])

@@ -1,6 +1,6 @@
 """Show what became of every prompt of an RL run, by `prompts.jsonl` in the run's folder.
 
-    python -m verl_ext.ledger outputs/qwen2-32b_dapo
+    retool ledger outputs/qwen2-32b_dapo
 
 If the run's servers were watched (`retool.fleet.health`), `servers.jsonl` says what became of them.
 

@@ -1,4 +1,4 @@
-"""The command `python -m verl_ext.quickstart`; see pipeline.py."""
+"""The command `retool quickstart`; see pipeline.py."""
 
 from verl_ext.quickstart.pipeline import main
 

@@ -113,7 +113,7 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if args.compare:
         parser.error("--compare text has no SFT without the tool for your own data. Run RL twice, once with +tool=none")
     needs = "what a model must have seen before rewards can teach it. A teacher makes them of your problems: "
-    needs += "python -m verl_ext.traces sample --help"
+    needs += "retool traces sample --help"
     if args.model == "tiny" and not args.traces:
         parser.error(f"the tiny model starts from random weights: give --traces, {needs}. Or take --model small")
     if args.tools and not args.traces and not args.model_path:

@@ -1,6 +1,6 @@
 """The quickstart: data, SFT, merge, RL, merge, evaluation and report, as one resumable pipeline of the real commands.
 
-    python -m verl_ext.quickstart [--stage STAGE] [--fresh] [--out DIR] ...
+    retool quickstart [--stage STAGE] [--fresh] [--out DIR] ...
 
 scripts/quickstart.sh sets up the environment and calls this. Each stage is a launcher of recipe/ or a command that
 README names; this file only orders them, shows their progress, and makes sure that nothing they started outlives them

@@ -1,7 +1,7 @@
 """Print a run's records as JSON lines, or make records of verl's dumps.
 
-    python -m verl_ext.records show RUN [--kind tokens] [--step 17] | jq .
-    python -m verl_ext.records import DUMPS OUT
+    retool records show RUN [--kind tokens] [--step 17] | jq .
+    retool records import DUMPS OUT
 
 DUMPS is a folder of <step>.jsonl as verl writes into `trainer.validation_data_dir` and `trainer.rollout_data_dir`, or
 one such file. Report, viewer, evaluation and grading read OUT as any run.
@@ -22,7 +22,7 @@ from verl_ext.runs.folder import files_of, training_folder
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.records", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="retool records", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print records as JSON lines")

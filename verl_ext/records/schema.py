@@ -94,8 +94,8 @@ TRAJECTORIES = pa.schema(
         "timings": TIMINGS,
         "sampling": pa.string(),  # JSON: seeds, temperature, top_p, top_k
         "tool_use": pa.string(),  # JSON: the counts of rollout/tool_use.py
-        # Base64 of the files from which the environment can score the episode again (`python -m verl_ext.environments
-        # reverify`); null if the environment keeps none.
+        # Base64 of the files from which the environment can score the episode again (`retool environments reverify`);
+        # null if the environment keeps none.
         "evidence": pa.string(),
         "agent": pa.string(),  # JSON: the counts of episode.AgentUse; null if no agent with a base_url made the episode
     }

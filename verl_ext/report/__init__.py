@@ -1,4 +1,4 @@
-"""One page on a run, or on several: `python -m verl_ext.report --run RUN`.
+"""One page on a run, or on several: `retool report --run RUN`.
 
 `contents.py` reads what a run left. `page.py` puts the page together, `comparison.py` the page of several runs,
 `verdict.py` says what improved and what did not, `rollouts.py` chooses the rollouts that are shown.

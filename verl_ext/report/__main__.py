@@ -1,8 +1,8 @@
 """Write one self-contained page (`report.html`) and `summary.json` of a run: training, evaluations, rollouts.
 
-    python -m verl_ext.report --run outputs/quickstart              # SFT, RL, and the evaluations before and after RL
-    python -m verl_ext.report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
-    python -m verl_ext.report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
+    retool report --run outputs/quickstart              # SFT, RL, and the evaluations before and after RL
+    retool report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
+    retool report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
 
 The page shows what is in the run's folder; it names each missing part and what makes it.
 """
@@ -18,7 +18,7 @@ from verl_ext.report.page import write_report
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="retool report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = "folder of an RL run, an SFT run, an evaluation or a quickstart; several are compared"
     parser.add_argument("--run", type=Path, required=True, nargs="+", action="extend", metavar="RUN", help=what)

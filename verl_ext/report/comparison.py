@@ -1,4 +1,4 @@
-"""Several runs side by side on one page: `comparison.html`, `comparison.json`. `python -m verl_ext.report` calls this.
+"""Several runs side by side on one page: `comparison.html`, `comparison.json`. `retool report` calls this.
 
 The page has a line per run, and the difference of each run's evaluation from the first run's on the same problems; then
 accuracy, tokens of a response and time, as the first figure of ReTool's paper, and one chart per metric with the curves

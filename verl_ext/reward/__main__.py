@@ -1,4 +1,4 @@
-"""Run the command `python -m verl_ext.reward`; see grade.py."""
+"""Run the command `retool grade`; see grade.py."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Grade files of responses: `python -m verl_ext.reward --input rows.jsonl --output graded.jsonl`.
+"""Grade files of responses: `retool grade --input rows.jsonl --output graded.jsonl`.
 
 The input may also be a run, an evaluation, the quickstart's folder, or a file of records (`.parquet`). Of a run, its
-validations are graded, else the evaluations of its checkpoints, else all its records. `python -m verl_ext.records
-import` makes records of verl's dumps.
+validations are graded, else the evaluations of its checkpoints, else all its records. `retool records import` makes
+records of verl's dumps.
 
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; the files of
 `unverified_dir` have such rows as well. Each row comes back with `acc`, `pred`, `verdict` and `method`; values that it
@@ -50,7 +50,7 @@ MATH_VERIFY_S = 5  # per parsing and per comparison
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.reward",
+        prog="retool grade",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -236,7 +236,7 @@ def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
     if not isinstance(response, str) or ground_truth is None:
         raise ValueError(
             f"{place} has the keys {', '.join(row)}: expected `response` or `messages`, and "
-            "`ground_truth`. `python -m verl_ext.records import` makes records of verl's dumps."
+            "`ground_truth`. `retool records import` makes records of verl's dumps."
         )
     return response, ground_truth
 

@@ -50,7 +50,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 SHOWN_CRASHES = 5  # of a worker, with their tracebacks; of further ones, only every hundredth
 _RUN = "run"  # among the parameters of a session: its episode
-_TRY = "Try it without training: python -m verl_ext.doctor lets it play one episode."
+_TRY = "Try it without training: retool doctor lets it play one episode."
 
 
 class AgentFailed(RuntimeError):

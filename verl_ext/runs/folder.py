@@ -15,7 +15,7 @@ from verl_ext.runs import jsonl
 
 STAGES = "stages.json"  # the quickstart's journal
 FOLDER = "records"  # of the recorder
-SETTINGS = "settings.json"  # of `python -m verl_ext.evaluation`
+SETTINGS = "settings.json"  # of `retool evaluate`
 PARTS = ("sft", "rl")  # kinds of training runs, and their folders in a quickstart
 SIDES = ("eval/before", "eval/after")  # a quickstart's evaluations before and after RL
 LOOKED_FOR = (

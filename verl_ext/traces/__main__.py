@@ -1,10 +1,10 @@
 """Make, check and select traces for SFT: the cold start.
 
-python -m verl_ext.traces sample --model TEACHER --config tiny_dapo --data problems.parquet --n 4 --out samples
-python -m verl_ext.traces check FILE --config tiny_dapo --out kept.parquet
-python -m verl_ext.traces convert reasoning.jsonl --chat URL --config tiny_dapo --out kept.parquet
-python -m verl_ext.traces questions corpus.jsonl --out questions.parquet
-python -m verl_ext.traces from-run RUN --out kept.parquet
+retool traces sample --model TEACHER --config tiny_dapo --data problems.parquet --n 4 --out samples
+retool traces check FILE --config tiny_dapo --out kept.parquet
+retool traces convert reasoning.jsonl --chat URL --config tiny_dapo --out kept.parquet
+retool traces questions corpus.jsonl --out questions.parquet
+retool traces from-run RUN --out kept.parquet
 """
 
 import argparse
@@ -24,7 +24,7 @@ COMMANDS = {  # name -> (module, what it does); a module is imported when its co
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="retool traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     lines = "\n".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"{lines}; COMMAND --help says more")
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known, rest = parser.parse_args(argv[:1]), argv[1:]
     module = importlib.import_module(f"verl_ext.traces.{COMMANDS[known.command][0]}")
     own = argparse.ArgumentParser(
-        prog=f"python -m verl_ext.traces {known.command}",
+        prog=f"retool traces {known.command}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

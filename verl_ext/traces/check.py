@@ -1,7 +1,7 @@
 """Check traces, whoever made them, and write those that SFT may learn from.
 
-    python -m verl_ext.traces check traces.parquet --config tiny_dapo --out kept.parquet
-    python -m verl_ext.traces check JoeYing/ReTool-SFT --model Qwen2.5-7B-Instruct --without-gold --out kept.parquet
+    retool traces check traces.parquet --config tiny_dapo --out kept.parquet
+    retool traces check JoeYing/ReTool-SFT --model Qwen2.5-7B-Instruct --without-gold --out kept.parquet
 
 A trace is kept if the run of --config could have written it: it parses and renders to itself, its answer is right, its
 programs say what it has stored, and the model's context holds it. OUT.parquet has the kept traces, OUT.left_out.jsonl

@@ -1,6 +1,6 @@
 """Turn text reasoning into traces, as ReTool's cold start was made: a teacher puts programs in place of calculations.
 
-    python -m verl_ext.traces convert mine.jsonl --chat https://api.example.org/v1 --served-model NAME \\
+    retool traces convert mine.jsonl --chat https://api.example.org/v1 --served-model NAME \\
         --api-key-env KEY --config qwen3-4b_dapo --out traces.parquet
 
 A row has a problem, its answer and its reasoning; other names than problem, answer and reasoning: --columns. The

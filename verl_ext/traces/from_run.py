@@ -1,6 +1,6 @@
 """Make traces of the records of a finished training or evaluation run: expert iteration, rejection sampling.
 
-    python -m verl_ext.traces from-run outputs/my_run --step 200:400 --out kept.parquet
+    retool traces from-run outputs/my_run --step 200:400 --out kept.parquet
 
 They pass the same check as the traces of any file. Their answers count as the run judged them.
 """

@@ -1,7 +1,7 @@
 """Make questions of a corpus for the environment `search`, each of which needs several of its documents.
 
-    python -m verl_ext.traces questions corpus.jsonl --out questions.parquet
-    python -m verl_ext.traces questions corpus.jsonl --chat https://api.example.org/v1 --api-key-env KEY \\
+    retool traces questions corpus.jsonl --out questions.parquet
+    retool traces questions corpus.jsonl --chat https://api.example.org/v1 --api-key-env KEY \\
         --out questions.parquet
 
 A chain of documents leads to a name, number or date that only the last one has: each links to the next, has its title
@@ -290,7 +290,7 @@ def _write(args: argparse.Namespace, spool: Any) -> None:
     corpus, checked = quoted(str(args.corpus)), shlex.quote(str(traces))
     entry = f"{{name: search, corpus: {corpus}, top: {args.top}, page_chars: {args.page_chars}}}"
     settings = f"--set retool.protocol=hermes --set {shlex.quote(f'retool.environment={entry}')}"
-    print(f"python -m verl_ext.traces check {checked} --config CONFIG {settings} --out sft.parquet")
+    print(f"retool traces check {checked} --config CONFIG {settings} --out sft.parquet")
 
 
 def _lines(spool: Any) -> Iterator[dict[str, Any]]:

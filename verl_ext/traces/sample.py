@@ -1,11 +1,11 @@
 """A teacher solves problems in the agent loop of the run that will train: same protocol, tools and limits.
 
     # a model folder, by vLLM in this process; a checkpoint of a run; or any chat endpoint
-    python -m verl_ext.traces sample --model TEACHER --config qwen3-4b_dapo --data problems.parquet --n 4 --out samples
-    python -m verl_ext.traces sample --chat https://api.example.org/v1 --served-model NAME --api-key-env KEY \\
+    retool traces sample --model TEACHER --config qwen3-4b_dapo --data problems.parquet --n 4 --out samples
+    retool traces sample --chat https://api.example.org/v1 --served-model NAME --api-key-env KEY \\
         --tokenizer STUDENT --config qwen3-4b_dapo --data problems.parquet --n 4 --concurrency 16 --out samples
     # then
-    python -m verl_ext.traces check samples --out traces.parquet
+    retool traces check samples --out traces.parquet
 
 Samples are kept one by one, each when it ends; the same command continues after a kill, and asks nothing twice but what
 was in flight. A budget begins no further sample once it is spent.
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     solved = len({sample.problem_key() for sample in right})
     print(f"{folder}: {len(right):,} of {len(judged):,} samples are right; {solved:,} of {problems:,} problems solved")
     print(f"  {meter.summary()}")
-    print(f"Next: python -m verl_ext.traces check {folder} --out traces.parquet")
+    print(f"Next: retool traces check {folder} --out traces.parquet")
     if meter.is_spent:
         raise SystemExit("sample: the budget is spent; the same command with a larger one continues from here")
     if len(judged) < len(samples):

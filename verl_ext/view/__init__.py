@@ -1,4 +1,4 @@
-"""A viewer of runs in the browser: `python -m verl_ext.view RUN [RUN...]`, also while they train.
+"""A viewer of runs in the browser: `retool view RUN [RUN...]`, also while they train.
 
 `data.py` queries the records by SQL. `app.py` has the pages and checks who may request them, `group.py` the samples
 side by side, `tokens.py` the token lens, `timeline.py` a step's time, `problems.py` the same problem over time and

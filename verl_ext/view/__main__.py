@@ -1,4 +1,4 @@
-"""The command `python -m verl_ext.view RUN [RUN...]`."""
+"""The command `retool view RUN [RUN...]`."""
 
 import argparse
 import socket
@@ -13,7 +13,7 @@ from verl_ext.view.data import Run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl_ext.view", description="Show runs in a browser.")
+    parser = argparse.ArgumentParser(prog="retool view", description="Show runs in a browser.")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, an evaluation, or the quickstart"
     )

@@ -1,4 +1,4 @@
-"""The same problem over time and between runs, with the test of `python -m verl_ext.evaluation` for what changed."""
+"""The same problem over time and between runs, with the test of `retool evaluate` for what changed."""
 
 from collections.abc import Sequence
 from statistics import fmean

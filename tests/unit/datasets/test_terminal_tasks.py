@@ -1,5 +1,5 @@
 """The generated terminal tasks (data/terminal): solutions, tests and splits. Solutions run in a temporary folder here;
-`python -m verl_ext.environments validate` runs them in boxes."""
+`retool environments validate` runs them in boxes."""
 
 import json
 import os

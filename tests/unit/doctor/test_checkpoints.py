@@ -78,7 +78,7 @@ def test_another_run_in_the_folder_is_a_failure_but_not_of_a_validation(make_run
 def test_a_checkpoint_that_is_not_whole(make_run, save, told):
     (save(30) / "actor" / "model_world_size_16_rank_3.pt").unlink()
     text = told(check_resume(make_run()), Level.FAIL)[0]
-    assert "model_world_size_16_rank_3.pt is missing" in text and "python -m verl_ext.checkpoints" in text
+    assert "model_world_size_16_rank_3.pt is missing" in text and "retool checkpoints" in text
     save(60)
     assert "global_step_30 is not complete" in told(check_resume(make_run()), Level.WARN)[0]
     assert told(check_resume(make_run()), Level.OK)[0].startswith("the run continues from global_step_60 of 400")

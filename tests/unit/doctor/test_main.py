@@ -78,7 +78,7 @@ def test_a_dead_sandbox_fails_and_is_not_loaded(inputs, alone, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert status == 1
     assert lines[0].startswith("FAIL  sandbox     http://127.0.0.1:9 does not run code")
-    assert lines[1].startswith("                  -> Start it with python -m verl_ext.sandbox.server")
+    assert lines[1].startswith("                  -> Start it with retool sandbox")
     assert lines[2].startswith("doctor: tiny_dapo, quick checks: ") and "0 WARN, 1 FAIL" in lines[2]
 
 

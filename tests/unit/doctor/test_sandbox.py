@@ -97,7 +97,7 @@ def test_text_rl_needs_no_sandbox_unless_rows_have_tests(make_run, only_ok, told
 
 def test_nobody_there(make_run, told):
     text = told(check_reachable(with_url(make_run, "http://127.0.0.1:9")), Level.FAIL)[0]
-    assert "http://127.0.0.1:9 does not run code" in text and "python -m verl_ext.sandbox.server" in text
+    assert "http://127.0.0.1:9 does not run code" in text and "retool sandbox" in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.environments`: what validate finds in rows, and what reverify finds in records."""
+"""`retool environments`: what validate finds in rows, and what reverify finds in records."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""The command line of `python -m verl_ext.evaluation`, and `scripts/merge_and_eval.sh`; no model runs here."""
+"""The command line of `retool evaluate`, and `scripts/merge_and_eval.sh`; no model runs here."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.fleet`, and the files by which it reaches a run."""
+"""`retool fleet`, and the files by which it reaches a run."""
 
 import subprocess
 import sys

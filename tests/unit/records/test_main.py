@@ -1,4 +1,4 @@
-"""`python -m verl_ext.records`."""
+"""`retool records`."""
 
 import json
 import subprocess

@@ -250,7 +250,7 @@ def test_files_of_a_folder_are_read_in_the_order_of_their_numbers(tmp_path):
 def test_a_row_of_verls_dumps_is_an_error_that_says_what_reads_them(tmp_path, capsys):
     dump = write(tmp_path / "0.jsonl", [{"input": "1/2?", "output": r"\boxed{0.5}", "gts": "1/2", "score": -1.0}])
     assert grade(dump, tmp_path / "graded.jsonl") == 1
-    assert "`python -m verl_ext.records import` makes records of verl's dumps" in capsys.readouterr().err
+    assert "`retool records import` makes records of verl's dumps" in capsys.readouterr().err
 
 
 def touch(folder, *names):

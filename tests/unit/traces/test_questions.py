@@ -154,7 +154,7 @@ def test_every_document_is_looked_at_once(linked):
 
 def test_the_traces_pass_the_check_that_is_printed_for_them(rows, linked, check):
     *_, command = linked.with_name("printed.txt").read_text().splitlines()
-    traces, *options = shlex.split(command.removeprefix("python -m verl_ext.traces check "))
+    traces, *options = shlex.split(command.removeprefix("retool traces check "))
     assert traces == str(linked.with_name("questions.traces.parquet"))
     kept, left_out, _ = check(Path(traces), *(options[2:-2]))  # without --config and --out
     assert len(kept) == len(rows) and not left_out

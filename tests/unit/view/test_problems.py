@@ -1,4 +1,4 @@
-"""The same problem over time and between runs: figures as `python -m verl_ext.evaluation` has them."""
+"""The same problem over time and between runs: figures as `retool evaluate` has them."""
 
 import statistics
 from pathlib import Path

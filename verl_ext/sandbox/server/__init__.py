@@ -1,4 +1,4 @@
-"""The sandbox server and everything that isolates a program: `python -m verl_ext.sandbox.server`.
+"""The sandbox server and everything that isolates a program: `retool sandbox`.
 
 `api.py` is HTTP, `pool.py` the queue and the judge of lost programs, `workers.py` the server's side of the processes,
 `zygote.py`, `worker.py` and `program.py` are the processes, `isolation.py` their walls.

@@ -1,6 +1,6 @@
 """HTTP server that executes Python with SandboxFusion's `/run_code` contract (bytedance/SandboxFusion 469de08).
 
-    python -m verl_ext.sandbox.server --host 127.0.0.1 --port 8080 --workers 4
+    retool sandbox --host 127.0.0.1 --port 8080 --workers 4
     curl 127.0.0.1:8080/run_code -H 'content-type: application/json' -d '{"code": "print(6*7)", "language": "python"}'
 
 Routes: `POST /run_code`, `GET /v1/ping` (executes code, names the layers of isolation in force and the limits of
@@ -53,9 +53,7 @@ DATA_VARIABLE = "DATA_DIR"  # the launchers' variable: data sets, with the answe
 
 def main() -> None:
     """Run the command line; exit with 0 after a clean stop, and with 1 and a line on stderr if it cannot start."""
-    parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.sandbox.server", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="retool sandbox", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="port; 0 picks a free one (default: %(default)s)")
     parser.add_argument(
