@@ -7,7 +7,7 @@ from there, and `to_record` (records/trajectories.py) for the run's records.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -198,6 +198,7 @@ class ToolUse:
     ok: int = 0  # calls that ended well
     errors: dict[str, int] = field(default_factory=Counter)  # calls that did not, by `error_kind`
     malformed: dict[str, int] = field(default_factory=Counter)  # by MALFORMED_KINDS
+    tools: dict[str, list[int]] = field(default_factory=dict)  # name -> calls that ended well, and that did not
     fixed: int = 0  # failed or malformed calls whose next call ended well
     json_repairs: int = _per_call()  # calls that `retool.repair_json` made readable
     outputs_cut: int = _per_call()
@@ -354,22 +355,6 @@ class Episode:
     def oldest_version(self) -> int | None:
         """Return the oldest version of the weights that wrote a token of it; None if one is not known."""
         return _oldest([row.oldest_version() for row in self.rows])
-
-
-USAGE = "usage"  # key of `Episode.from_server`: the `Usage` of an endpoint that is paid by the token
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What was used of a model; tokens as its server counts them."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    refusals: int = 0  # answers that the endpoint gave by its own rules in place of the model's
-
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
 
 SUMMARY = "episode"  # key of verl's `extra_fields`: the part of an episode that the trainer reads

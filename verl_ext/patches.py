@@ -327,8 +327,9 @@ def find(symbol: str, packages: Path | None = None) -> tuple[str, list[ast.AST]]
 def hash_of(symbol: str, packages: Path | None = None) -> str:
     """Return the hash of a symbol's definitions as syntax trees, without docstrings; "" if it is gone. A name that its
     module imports from another one has the hash of its definition there."""
-    # Python 3.12 added the field that is cut. A library that uses it does not run with 3.11.
-    trees = [ast.dump(node).replace(", type_params=[]", "") for node in find(symbol, packages)[1]]
+    # Python 3.12 added the field that is cut: a library that uses it does not run with 3.11. 3.13 can leave out [].
+    dump = functools.partial(ast.dump, show_empty=True) if sys.version_info >= (3, 13) else ast.dump
+    trees = [dump(node).replace(", type_params=[]", "") for node in find(symbol, packages)[1]]
     return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:8] if trees else ""
 
 

@@ -167,6 +167,7 @@ OF_TYPE = {
     float | None: st.none() | seconds,
     str | None: st.none() | st.text(),
     dict[str, int]: st.dictionaries(st.text(), counts),
+    dict[str, list[int]]: st.dictionaries(st.text(), st.lists(counts, min_size=2, max_size=2)),
     dict[str, Any]: st.dictionaries(st.text(), counts | st.text() | st.none()),
     list[int]: st.lists(counts),
     list[int | None]: st.lists(counts),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.episode import USAGE, Usage
+from verl_ext.usage import USAGE, Usage
 
 
 @dataclass

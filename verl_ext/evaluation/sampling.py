@@ -21,7 +21,7 @@ from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.environments.base import selected
 from verl_ext.environments.shared_client import shared_client
 from verl_ext.environments.toolbox import load_tools
-from verl_ext.episode import USAGE, Episode, EpisodeKey, TokenRow, ToolUse
+from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
 from verl_ext.evaluation.meter import Meter
 from verl_ext.evaluation.samples import failure_of
 from verl_ext.evaluation.store import Store
@@ -35,6 +35,7 @@ from verl_ext.rollout.servers import Server, ServerFailure
 from verl_ext.rollout.standalone import make_loop
 from verl_ext.runs.workers import run_together
 from verl_ext.settings import START, FailedSamples, registered_loops
+from verl_ext.usage import USAGE
 
 logger = logging.getLogger(__name__)
 

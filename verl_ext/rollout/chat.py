@@ -19,7 +19,6 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.episode import USAGE, Usage
 from verl_ext.protocols.base import CODE_SCHEMA
 from verl_ext.protocols.code import CODE_STOP
 from verl_ext.protocols.trace import text_of
@@ -31,6 +30,7 @@ from verl_ext.rollout.servers import ServerFailure, ServerRefused, ask
 from verl_ext.rollout.stops import end_id
 from verl_ext.rollout.talk import Answer, Talk
 from verl_ext.rollout.ways import Way
+from verl_ext.usage import USAGE, Usage
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))

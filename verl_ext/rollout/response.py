@@ -18,6 +18,7 @@ class CallCounts:
     def add(self, call: Call, error: str | None) -> None:
         """Count one call that was run; `error` is None if it ended well."""
         use = self.use
+        use.tools.setdefault(call.tool, [0, 0])[error is not None] += 1
         if error is None:
             use.ok += 1
             use.fixed += self._last_failed

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.episode import Reply, Turn, Usage
+from verl_ext.episode import Reply, Turn
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, ToolProtocol
 from verl_ext.protocols.call_json import what_is_wrong
 from verl_ext.protocols.code import CODE_START, CODE_STOP, CodeProtocol, split_call
 from verl_ext.protocols.hermes import CALL_START
 from verl_ext.protocols.thinking import without_thinking
+from verl_ext.usage import Usage
 
 CODE_PARAMETERS = CODE_SCHEMA["function"]["parameters"]
 _RESPONSE = "<tool_response>"  # in which a tool answers, if the endpoint has no tools of its own

@@ -60,6 +60,10 @@ def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     per_call = [each.name for each in fields(ToolUse) if each.metadata.get("is_per_call")]
     metrics |= {f"tool/{name}": _ratio(_sum(uses, name), num_calls) for name in per_call}
+    for name in sorted({name for use in uses for name in use.tools}):
+        done, failed = (sum(use.tools.get(name, (0, 0))[i] for use in uses) for i in (0, 1))
+        metrics[f"tool/calls/{name}"] = (done + failed) / len(episodes)
+        metrics[f"tool/error_rate/{name}"] = failed / (done + failed)
     metrics |= {f"tool/error/{kind}": count / num_calls for kind, count in errors.items()}
     metrics |= {f"tool/malformed/{kind}": count / len(episodes) for kind, count in malformed.items()}
     stored = [end for end in RolloutEnd if end != RolloutEnd.RAISED]

@@ -181,11 +181,11 @@ async def _ask(teacher: Teacher, row: Row, number: int, file: Any) -> None:
 
 @asynccontextmanager
 async def _of_folder(args: argparse.Namespace, config: "DictConfig") -> AsyncIterator[Teacher]:
-    from verl_ext.episode import Usage
     from verl_ext.protocols.base import decoded, render
     from verl_ext.rollout.servers import VllmServer
     from verl_ext.rollout.standalone import load_tokenizer
     from verl_ext.rollout.talk import Answer
+    from verl_ext.usage import Usage
 
     tokenizer = load_tokenizer(args.teacher)
     server = VllmServer(args.teacher, config.actor_rollout_ref.rollout)

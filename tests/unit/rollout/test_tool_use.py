@@ -16,7 +16,9 @@ def test_a_failed_or_malformed_call_is_fixed_by_the_next_one_that_ends_well():
     rollout.counts.pass_malformed()
     use = rollout.use
     assert (use.ok, use.fixed, use.calls, use.failed) == (4, 2, 6, 2)
-    assert use.errors == {"NameError": 2} and use.code_lines == 6 * 2
+    rollout.counts.add(Call("price_of", {"item": "pen"}, 0), "KeyError")
+    assert use.errors == {"NameError": 2, "KeyError": 1} and use.code_lines == 6 * 2
+    assert use.tools == {"code_interpreter": [4, 2], "price_of": [0, 1]}
 
 
 def rollout(acc, spans, finish_reason="answer", **use):
@@ -82,6 +84,14 @@ def test_tool_metrics_by_hand():
     ends = {"answer", "turn_limit", "token_limit", "malformed_limit", "timeout", "agent_error"}
     ends |= {"sandbox_failure", "verifier_unknown", "aborted"}
     assert {name for name in metrics if name.startswith("finish/")} == {f"finish/{end}" for end in ends}
+
+
+def test_each_tool_has_its_calls_and_failures():
+    both = rollout(1.0, [(0, 9)], ok=3, errors={"KeyError": 1}, tools={"price_of": [1, 1], "code_interpreter": [2, 0]})
+    metrics = tool_metrics([both, rollout(0.0, [(0, 9)], ok=1, tools={"price_of": [1, 0]}), rollout(0.0, [(0, 9)])])
+    assert metrics["tool/calls/price_of"] == 3 / 3 and metrics["tool/error_rate/price_of"] == 1 / 3
+    assert metrics["tool/calls/code_interpreter"] == 2 / 3 and metrics["tool/error_rate/code_interpreter"] == 0.0
+    assert metrics["tool/calls"] == pytest.approx(3 / 3 + 2 / 3)
 
 
 def test_no_call_at_all_gives_zeros_and_no_rollout_nothing():
