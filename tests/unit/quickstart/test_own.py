@@ -144,7 +144,8 @@ def test_the_tiny_model_speaks_the_users_language(files, make_run, tmp_path):
 
 
 @pytest.mark.nightly
-def test_tools_of_the_user_are_called_as_json_and_shown_in_a_line(files, make_run, tmp_path):
+def test_tools_of_the_user_are_called_as_json_and_shown_in_a_line(files, make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.tools.function_tool.FUNCTION_TOOL_REGISTRY", {})  # has other tests' tools of this name
     run = make_run(own=Own(files["mine.jsonl"], files["traces.jsonl"], files["tools.py"]))
     make(run)
     template = (tmp_path / "model" / "chat_template.jinja").read_text()

@@ -22,9 +22,19 @@ def test_an_interrupt_waits_until_the_quickstart_has_ended_in_order(tmp_path, mo
     python.chmod(0o755)
     monkeypatch.setattr(shared.sys, "executable", str(python))
 
+    waits = threading.Event()
+
+    class Quickstart(subprocess.Popen):
+        def wait(self, timeout=None):
+            waits.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Quickstart)
+
     def interrupt():
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
+        waits.wait()
         os.kill(os.getpid(), number)
 
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
