@@ -90,7 +90,7 @@ def test_a_template_that_hides_what_an_agent_says_or_shows_turns_differently_is_
 ):
     outside = run("outside", "retool.protocol=hermes")
     (found,) = told(agent.check_play(outside, tokenizer), Level.WARN)
-    assert "does not show the model what an agent may say (calls, " in found and "verl_ext.gateway audit" in found
+    assert "does not show the model what an agent may say (calls, " in found and "retool gateway audit" in found
     qwen_tokenizer = copy.deepcopy(qwen_tokenizer)
     assert [*agent.check_play(outside, qwen_tokenizer)] == []
     template = qwen_tokenizer.chat_template

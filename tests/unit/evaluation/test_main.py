@@ -61,7 +61,7 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
     ("argv", "message"),
     [
         (["--samples", "{tmp}"], "No samples at"),
-        (["--samples", "{tmp}/m/config.json"], "No samples at .*config.json.*verl_ext.records import. makes"),
+        (["--samples", "{tmp}/m/config.json"], "No samples at .*config.json.*retool records import. makes"),
         (["--model", "{tmp}", "--out", "{tmp}/o"], "is not a Hugging Face folder: it has no config.json"),
         (["--model", "Qwen/Qwen3-4B", "--out", "{tmp}/o"], "Qwen3-4B is not a folder.*on the hub.*`hf download"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o"], "/m is not in a run's folder.* Give --protocol code .*hermes"),
