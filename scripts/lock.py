@@ -4,7 +4,7 @@
     .venv/bin/python scripts/lock.py cpu
     .venv/bin/python scripts/lock.py gpu --upgrade-package vllm
 
-`uv` resolves pyproject.toml for Linux x86-64 and both Pythons, from metadata only; it keeps the versions that the file
+`uv` resolves pyproject.toml for Linux x86-64 and all Pythons, from metadata only; it keeps the versions that the file
 has, unless you name some to upgrade. Afterwards run `bash scripts/setup_env.sh` and the tests. torch's CPU build is not
 on PyPI: UV_TORCH_BACKEND=cpu reads PyTorch's own index, UV_FIND_LINKS a folder with the wheel.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # What all lines share, by the environments of pyproject.toml.
-HERE = " ; python_full_version < '3.13' and platform_machine == 'x86_64' and sys_platform == 'linux' \\\n"
+HERE = " ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux' \\\n"
 EXTRAS = {"cpu": ("cpu", "test", "docs"), "gpu": ("gpu", "test")}  # the site is built where CI runs
 HEADERS = {
     "cpu": """\

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up .venv, then teach a language model to use a code interpreter on a CPU.
-# Needs Python 3.11 or 3.12, gcc, git and libnuma. The stages are in verl_ext/quickstart/pipeline.py.
+# Needs Python 3.11 to 3.13, gcc, git and libnuma. The stages are in verl_ext/quickstart/pipeline.py.
 set -euo pipefail
 
 usage() { # here, and not only in pipeline.py: it must also work before anything is installed
@@ -35,7 +35,7 @@ for arg in "$@"; do
     case $arg in -h | --help) usage && exit ;; esac
 done
 rung=tiny
-for python in "${PYTHON:-python3}" python3 python3.12 python3.11; do # refuse a wrong option before the install
+for python in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11; do # refuse a wrong option before the install
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
         rung=$("$python" -I verl_ext/quickstart/options.py "$@")
         break

@@ -8,7 +8,7 @@ usage() {
 Usage: bash scripts/setup_env.sh [--check]
   --check   check platform, git, compiler, Python, disk and memory; install nothing
 Environment:
-  PYTHON            Python 3.11 or 3.12 for .venv; default: the first of python3.11, python3.12, python3
+  PYTHON            Python 3.11, 3.12 or 3.13 for .venv; default: the first of python3.11 to python3.13, python3
   RETOOL_HARDWARE   cpu or gpu; default: gpu if `nvidia-smi -L` succeeds, else cpu
   RETOOL_FLASH_ATTN (gpu only) 1 compiles flash-attn (default); a path to a wheel installs that wheel; 0 continues without
                     it: runs are slower and need +hardware=no_flash_attn (SFT: no_flash_attn_sft). Later calls keep the
@@ -50,11 +50,11 @@ hardware() { # the rule of verl_ext/versions.py: detect_hardware
 }
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-is_supported() { [ "$1" = 3.11 ] || [ "$1" = 3.12 ]; }
+is_supported() { [[ $1 =~ ^3\.1[123]$ ]]; }
 
 find_python() {
     local candidate version seen=""
-    local candidates=(python3.11 python3.12 python3)
+    local candidates=(python3.11 python3.12 python3.13 python3)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         version=$(python_version "$candidate") || { seen+="$candidate does not run; " && continue; }
@@ -66,7 +66,7 @@ find_python() {
         command -v "$candidate"
         return
     done
-    die "Python 3.11 or 3.12 was not found (${seen%; })." \
+    die "Python 3.11, 3.12 or 3.13 was not found (${seen%; })." \
         "Install one, e.g. apt install python3.11 python3.11-venv, or set PYTHON to its path"
 }
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 VERL = {"verl": "0.9.1"}
-PYTHON_VERSIONS = ("3.11", "3.12")
+PYTHON_VERSIONS = ("3.11", "3.12", "3.13")
 
 
 class Library(Protocol):

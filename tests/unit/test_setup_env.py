@@ -54,7 +54,7 @@ def test_check_passes_on_this_machine(checkout):
         ("uname", "echo Darwin arm64", "this is Darwin arm64, and the pinned wheels are for Linux x86_64"),
         ("getconf", "exit 1", "this system has no glibc"),
         ("df", "echo h; echo / 9 9 5242880 9% /", "5 GB are free"),
-        ("python3", "echo 3.13", "python3 is 3.13). Install one"),
+        ("python3", "echo 3.14", "python3 is 3.14). Install one"),
         ("python3", None, "python3 does not run). Install one"),
         ("python3", 'case "$2" in *venv*) exit 1;; *) echo 3.12;; esac', "apt install python3.12-venv"),
         ("python3", 'case "$2" in *libnuma*) exit 1;; *) echo 3.12;; esac', "apt install libnuma1"),

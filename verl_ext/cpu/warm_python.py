@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -196,6 +197,8 @@ def _preload() -> None:
     del sys.modules["ray"]
     if threading.active_count() > 1:
         raise RuntimeError(f"{threading.enumerate()} run after the imports of warm_python, and a fork would lose them.")
+    # Of no Python: pools of libraries that have had no work yet. Python 3.12 and later warn of them at each fork.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     gc.collect()
     gc.freeze()  # so that no collection in a fork walks, and so copies, the shared pages
 

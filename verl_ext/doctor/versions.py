@@ -34,7 +34,7 @@ def check_versions(run: Run, lock: Path | None = None) -> Iterator[Finding]:
             RETOOL_FLASH_ATTN=1 bash scripts/setup_env.sh.""")
     python = "{}.{}".format(*sys.version_info)
     if python not in PYTHON_VERSIONS:
-        yield warn(f"this is Python {python}, but verl_ext is tested with {' and '.join(PYTHON_VERSIONS)} -> {SET_UP}")
+        yield warn(f"this is Python {python}, but verl_ext is tested with {', '.join(PYTHON_VERSIONS)} -> {SET_UP}")
     if not wrong:
         named = ", ".join(f"{pin.name} {pinned_version(pin)}" for pin in pins if pin.name in MAIN)
         yield ok(f"all packages are as in requirements/{lock.name} ({named})")
