@@ -19,7 +19,7 @@ from verl_ext.gateway.session import Sampled, Session
 from verl_ext.gateway.template import Template
 
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]
-DEEP = '{"messages": [{"role": "user", "content": "1", "x": ' + "[" * 5000 + "]" * 5000 + "}]}"
+DEEP = '{"messages": [{"role": "user", "content": "1", "x": ' + "[" * 20_000 + "]" * 20_000 + "}]}"
 DEEP_ARGUMENTS = '{"a": ' * 900 + "1" + "}" * 900
 
 
