@@ -1,5 +1,6 @@
 """For all tests: what a shell may have told this process to ignore, and so all that the tests start."""
 
+import gc
 import signal
 from pathlib import Path
 
@@ -9,6 +10,13 @@ FAST = "not slow and not nightly"  # as pyproject.toml has it
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and never in what is imported: full collections took up to a fifth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

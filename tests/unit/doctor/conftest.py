@@ -1,7 +1,7 @@
 """Runs and machines for the doctor to look at."""
 
-import copy
 import functools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from verl_ext.settings import compose_run
 SHAPES = {"32b": "Qwen/Qwen2.5-32B-Instruct", "7b": "Qwen/Qwen2.5-7B-Instruct", "4b": "Qwen/Qwen3-4B-Instruct-2507"}
 SHAPES["0.6b"] = "Qwen/Qwen3-0.6B"
 
-composed = functools.cache(compose_run)  # 0.5 s each
+
+@functools.cache
+def composed(name: str, overrides: tuple[str, ...]) -> bytes:
+    """Compose a run, which takes half a second; a copy by pickle takes half the time of one by `copy`."""
+    return pickle.dumps(compose_run(name, overrides))
 
 
 def with_overrides(name: str, overrides: tuple[str, ...]) -> DictConfig:
     """Compose a run as `compose_run` does; overrides that only set a key are set without Hydra."""
     simple = tuple(override for override in overrides if override[0].isalpha() and "{" not in override)
-    config = copy.deepcopy(composed(name, tuple(override for override in overrides if override not in simple)))
+    config = pickle.loads(composed(name, tuple(override for override in overrides if override not in simple)))
     for override in simple:
         key, _, value = override.partition("=")
         OmegaConf.update(config, key, yaml.safe_load(value), force_add=False)
