@@ -47,8 +47,12 @@ def test_quotas_hold_over_a_kill_and_the_books_balance(small: Path, tmp_path: Pa
     assert tally.faults() == [] and set(tally.domains.values()) == {"even", "odd"}
     assert {tally.sizes[uid] for uid, name in tally.domains.items() if name == "odd"} == {6}
     steps = dict(read_metrics(run.out, lambda data: "domain/odd/share" in data))
-    assert [steps[step]["domain/even/share"] for step in range(1, 5)] == [0.75] * 4  # 3 of 4 groups
-    assert steps[4]["domain/odd/run_share"] == 0.25, "the sums of the run began anew"
+    shares = [steps[step]["domain/even/share"] for step in range(1, 5)]  # of 4 groups
+    if mode == "sync":
+        assert shares == [0.75] * 4
+    else:  # a domain whose groups are not ready lends its part of a batch
+        assert 2.75 <= sum(shares) <= 3.25
+    assert steps[4]["domain/odd/run_share"] == 1 - sum(shares) / 4, "the sums of the run began anew"
     trained = Counter(tally.domains[uid] for uid, end in tally.ends.items() if end is PromptEnd.TRAINED)
     assert trained["even"] > trained["odd"] > 0
     assert steps[4]["curriculum/even/untried"] < steps[1]["curriculum/even/untried"]

@@ -6,10 +6,11 @@ Rewards are not affected: verl_ext/reward/ computes them on tokens.
 import json
 import re
 
-# A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply, verl's
-# decoded text keeps the bare role names of the chat template ("user", "assistant"), which nobody wrote.
+# A block that the response budget cut off has no closing tag and runs to the end; if the model forgot the tag, it runs
+# to the reply that says so. Around a hermes tool reply, verl's decoded text keeps the bare role names of the chat
+# template ("user", "assistant"), which nobody wrote.
 BLOCK = re.compile(
-    r"<code>(?P<code>.*?)(?:</code>|\Z)|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
+    r"<code>(?P<code>.*?)(?:</code>|(?=\n(?:user\n)?<interpreter>\n)|\Z)|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
     r"|<interpreter>(?P<interpreter>.*?)(?:</interpreter>|\Z)"
     r"|(?:(?<!\s)\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?",
     re.DOTALL,

@@ -139,8 +139,9 @@ def _turns_and_calls(output: str) -> tuple[list[dict[str, Any]], list[dict[str, 
             codes.append(text_of(code))
             continue
         text = output[start : block.start() if block else None]
-        is_ended = block is None and turns and turns[-1]["role"] == "tool"  # and its end token is not in the dump
-        if text.strip() or (text and is_ended):  # else the reply answers another call of the previous model turn
+        # An end token is not in the dump; between two replies, which answer calls of one turn, is no turn.
+        is_last = block is None and (not turns or (text and turns[-1]["role"] == "tool"))
+        if text.strip() or is_last:
             calls += [{"turn": len(turns), "code": code, "status": "not_run"} for code in codes]
             turns.append({"role": "model", "text": text})
         if block:

@@ -143,7 +143,10 @@ def test_a_sample_that_infrastructure_failed_has_no_score_and_is_named(tmp_path,
         ("<tool_call>{", "model", [("{", "not_run", None)]),
         ("<code>print('<interpreter>')</code><interpreter>\n<code>\n</interpreter>", "model tool",
          [("print('<interpreter>')", "ok", "<code>")]),
-        ("", "", []),
+        ("<code>print}\nuser\n<interpreter>\nFormatError: no </code>\n</interpreter>\nassistant\nx", "model tool model",
+         [("print}", "error", "FormatError: no </code>")]),
+        ("", "model", []),  # its end token alone
+        ("\t", "model", []),
     ],
 )  # fmt: skip
 def test_turns_and_calls_are_what_stands_between_the_tags(output: str, turns: str, calls: list) -> None:
