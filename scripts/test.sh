@@ -6,8 +6,8 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|nightly] [pytest arguments]
-           what CI runs for a change: linters and the site, all tests that are not `nightly` (20 minutes)
-  unit     of that, all but the launches of real commands, which are marked `slow` (12 minutes)
+           what CI runs for a change: linters and the site, all tests that are not `nightly` (18 minutes)
+  unit     of that, all but the launches of real commands, which are marked `slow` (10 minutes)
   nightly  every test, also those marked `nightly` (an hour and a half), and the coverage of the unit tests: outputs/coverage.txt
 Example: bash scripts/test.sh unit -k lock -x
 EOF
