@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import verl_ext
 from verl_ext.__main__ import COMMANDS
+from verl_ext.versions import PYTHON_VERSIONS
 
 REPO = Path(__file__).resolve().parents[2]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPO, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -48,6 +50,17 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def retool(bare: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [bare / "retool", *arguments]
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+
+
+def test_each_python_that_is_tested_is_declared_and_may_be_set_up() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [each.rpartition(" ")[2] for each in project["classifiers"] if each.startswith("Programming Language")]
+    assert declared[1:] == [*PYTHON_VERSIONS]
+    script = (REPO / "scripts" / "setup_env.sh").read_text(encoding="utf-8")
+    [line] = [line for line in script.splitlines() if line.startswith("is_supported()")]
+    for version in (*PYTHON_VERSIONS, "3.14", "3.10"):
+        status = subprocess.run(["bash", "-c", f"{line}\nis_supported {version}"]).returncode
+        assert (status == 0) == (version in PYTHON_VERSIONS)
 
 
 def test_a_wheel_has_all_files_of_the_package_and_what_it_reads_beside_it(wheel: Path) -> None:

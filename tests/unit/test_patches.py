@@ -30,6 +30,12 @@ def test_every_row_has_the_hash_of_the_installed_source():
     assert lines == []
 
 
+def test_of_pythons_own_only_the_name_is_compared():
+    rows = [Patch("replaced", f"importlib.metadata.{name}", "for a test", "any") for name in ("version", "vershion")]
+    [line] = differences({"ours.py": rows})
+    assert line.startswith("importlib.metadata.vershion is gone: check ours.py")
+
+
 @pytest.fixture
 def edit(tmp_path):
     """Return a function that copies verl's file of losses to `tmp_path` with one text replaced."""

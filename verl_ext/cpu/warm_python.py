@@ -197,7 +197,7 @@ def _preload() -> None:
     del sys.modules["ray"]
     if threading.active_count() > 1:
         raise RuntimeError(f"{threading.enumerate()} run after the imports of warm_python, and a fork would lose them.")
-    # Of no Python: pools of libraries that have had no work yet. Python 3.12 and later warn of them at each fork.
+    # From 3.12 on Python warns at each fork of the libraries' thread pools, which have had no work yet.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     gc.collect()
     gc.freeze()  # so that no collection in a fork walks, and so copies, the shared pages

@@ -139,7 +139,7 @@ def _turns_and_calls(output: str) -> tuple[list[dict[str, Any]], list[dict[str, 
             codes.append(text_of(code))
             continue
         text = output[start : block.start() if block else None]
-        # An end token is not in the dump; between two replies, which answer calls of one turn, is no turn.
+        # A dump has no end tokens, so a last turn of nothing else is empty. Between two replies there is no turn.
         is_last = block is None and (not turns or (text and turns[-1]["role"] == "tool"))
         if text.strip() or is_last:
             calls += [{"turn": len(turns), "code": code, "status": "not_run"} for code in codes]
