@@ -26,6 +26,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
@@ -60,15 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="YAML of a run, whose verifiers and sandbox servers are used")
     parser.add_argument("--compare", choices=["math-verify"], help="also grade by it, and list disagreements")
     arguments = parser.parse_args(argv)
-    config = {}
-    if arguments.config:
-        import yaml
-
-        config = yaml.safe_load(arguments.config.read_text(encoding="utf-8"))
     try:
+        config = OmegaConf.load(arguments.config) if arguments.config else OmegaConf.create({})
+        if not isinstance(config, DictConfig):
+            raise ValueError(f"{arguments.config} is a list, expected a run's YAML.")
         files = find_files(arguments.input)
         grade_files(files, arguments.output, config, arguments.workers, arguments.compare == "math-verify")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     summary, errors = summarise(arguments.output)
@@ -104,7 +104,7 @@ def _files_of_run(path: Path) -> list[Path] | None:
         return None
 
 
-def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
+def grade_files(files: list[Path], output: Path, config: DictConfig, workers: int, compare: bool) -> None:
     """Append a graded row to `output` for each row of `files` that it does not have yet, in their order.
 
     Rows in `output` with the verdict "error" are graded again first, and replaced in place.
@@ -192,7 +192,9 @@ def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not turns:
             continue
         row |= {"data_source": row.pop("domain") or "", "ability": row["ability"] or "", "verdict": verdict.get("text")}
-        row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
+        row["response"] = "\n".join(
+            turn["text"].removesuffix(turn["end"] or "") for turn in turns if turn["role"] == "model"
+        )
         yield f"{file}:{number}", row
 
 
@@ -241,11 +243,10 @@ def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
     return response, ground_truth
 
 
-def _start_worker(config: dict[str, Any], compare: bool) -> None:
+def _start_worker(config: DictConfig, compare: bool) -> None:
     global _VERIFIERS, _RUNNER, _COMPARE
     end_with_parent()
-    entries = ((config.get("reward") or {}).get("reward_kwargs") or {}).get("verifiers")
-    _VERIFIERS = Verifiers(config, entries)
+    _VERIFIERS = Verifiers.of_run(config)
     _RUNNER = asyncio.Runner()  # one event loop for all chunks: clients keep their connections
     _COMPARE = compare
 

@@ -46,7 +46,6 @@ class SandboxClient:
             time runs out: restarting a server costs no call. This does not hold in a session: its state is gone.
         backoff_s: pause before the second attempt; doubles each time, with jitter, up to MAX_PAUSE_S.
         queue_timeout_s: time that a call may take beyond the program's own limit, to wait and to try again.
-        token: sent as `Authorization: Bearer`; default: $SANDBOX_TOKEN, if set.
         acquire: awaited before every request of a call, such as `RateLimit.acquire`; waiting there counts as queueing.
     """
 
@@ -58,7 +57,6 @@ class SandboxClient:
         max_attempts: int = MAX_ATTEMPTS,
         backoff_s: float = 0.25,
         queue_timeout_s: float = 60.0,
-        token: str | None = None,
         acquire: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         if isinstance(urls, str) or not urls or not all(map(_is_http_url, urls)):
@@ -69,7 +67,7 @@ class SandboxClient:
         self.servers, self._backoff_s = Servers(len(urls), backoff_s), backoff_s
         self._slots = asyncio.Semaphore(max_concurrency)
         self.max_attempts, self.queue_timeout_s, self._acquire = max_attempts, queue_timeout_s, acquire
-        self._headers = authorization(token)
+        self._headers = authorization()
         self._http: aiohttp.ClientSession | None = None
         self.sessions = Sessions(self._renew)
         self._tells_from = 0.0
@@ -129,14 +127,14 @@ class SandboxClient:
 
     async def _run(self, body: dict[str, Any], deadline: float, session: Session | None) -> RunResult:
         """Make all attempts of one call; `deadline` is by time.monotonic()."""
-        timeout_s, failure = body["run_timeout"], InfrastructureFailure("no attempt was made")
+        timeout_s, failure, note = body["run_timeout"], InfrastructureFailure("no attempt was made"), ""
         failed_servers: set[int] = set()  # in this call; tried again only once every other has also failed
         server = attempts = 0
         while True:
             if attempts:
                 pause_s = self.pause_s(attempts, failure)
                 if time.monotonic() + pause_s + timeout_s >= deadline:
-                    failure = InfrastructureFailure(f"{failure}; no time left to try again")
+                    note = "; no time left to try again"
                     break
                 if attempts >= self.max_attempts:
                     is_dead = session and session.calls and not failure.is_busy  # and with it the state
@@ -168,9 +166,8 @@ class SandboxClient:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
-        return replace(
-            failed(f"sandbox failed after {attempts} attempt(s): {failure}", attempts), program_lost=failure.is_lost
-        )
+        result = failed(f"sandbox failed after {attempts} attempt(s): {failure}{note}", attempts)
+        return replace(result, program_lost=failure.is_lost, found_no_place=failure.is_busy)
 
     def pause_s(self, attempts: int, failure: "InfrastructureFailure") -> float:
         """Return how long to wait before another attempt."""
@@ -332,13 +329,13 @@ def failed(message: str, attempts: int = 0) -> RunResult:
     return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, attempts, message)
 
 
-def authorization(token: str | None = None) -> dict[str, str]:
-    """Return the header with a token, by default $SANDBOX_TOKEN; no header without a token.
+def authorization() -> dict[str, str]:
+    """Return the header with $SANDBOX_TOKEN, if that is set.
 
     Raises:
         ValueError: no header can carry the token. The message does not quote it.
     """
-    token = (token or os.environ.get(TOKEN_VARIABLE, "")).strip()  # as the server does
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()  # as the server does
     if not token.isprintable():
         raise ValueError("The sandbox's token contains line breaks or control characters. Correct SANDBOX_TOKEN.")
     return {"Authorization": f"Bearer {token}"} if token else {}

@@ -27,6 +27,7 @@ class RunResult:
     message: str  # empty unless sandbox_failure
     session_ended: bool = False  # the program died, or was killed: the next call of its session begins a new one
     program_lost: bool = False  # of a sandbox_failure: the program was lost with its worker, perhaps by its own doing
+    found_no_place: bool = False  # of a sandbox_failure: our server was well, but had no worker for it in time
 
     def error_text(self, timeout_s: float) -> str:
         """Return `stderr`, and how the program ended if it did not say so itself; for the model.

@@ -17,6 +17,7 @@ from verl_ext.reward.maths.extraction import extract_answer
 from verl_ext.reward.verifiers.code import CodeVerifier
 from verl_ext.reward.verifiers.exact import ChoiceVerifier, ExactVerifier
 from verl_ext.reward.verifiers.ifeval import CHECKS
+from verl_ext.sandbox.limits import SERVER_NAME
 
 ANSWERS = [
     # towers and huge exponents
@@ -215,16 +216,22 @@ SANDBOXES = [
     ("HTTP 429: too many requests", 429, "unknown"),
 ]
 TEST_CASES = {"inputs": ["1"], "outputs": ["2"]}
+RAN = {"status": "Finished", "stdout": "42\n", "stderr": "", "return_code": 0, "execution_time": 0.1}
 
 
-def verify_by(answer, everything=False):
-    """The score of a program that says EVIL, by a server that answers it so, and with `everything` any other."""
+def verify_by(answer, everything=False, cases=TEST_CASES, **settings):
+    """The score of a program that says EVIL, by a server that answers it so, and with `everything` any other.
+
+    `answer` may also be a coroutine function that gets the standard input.
+    """
 
     async def run_code(request: web.Request) -> web.Response:
-        if everything or "EVIL" in (await request.json())["code"]:
+        body = await request.json()
+        if everything or "EVIL" in body["code"]:
+            if callable(answer):
+                return await answer(body["stdin"])
             return web.Response(status=answer) if isinstance(answer, int) else web.json_response(answer)
-        result = {"status": "Finished", "stdout": "42\n", "stderr": "", "return_code": 0, "execution_time": 0.1}
-        return web.json_response({"status": "Success", "message": "", "run_result": result})
+        return ran()
 
     async def run():
         app = web.Application()
@@ -233,9 +240,10 @@ def verify_by(answer, everything=False):
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        verifier = CodeVerifier({}, urls=[url], max_attempts=2, backoff_s=0.001, timeout_s=1.0)
+        client = {"max_attempts": 2, "backoff_s": 0.001, "timeout_s": 1.0} | settings
+        verifier = CodeVerifier({}, urls=[url], **client)
         try:
-            return await verifier.verify("```python\nEVIL\n```", TEST_CASES, {})
+            return await verifier.verify("```python\nEVIL\n```", cases, {})
         finally:
             await verifier.aclose()
             await runner.cleanup()
@@ -243,9 +251,41 @@ def verify_by(answer, everything=False):
     return asyncio.run(run())
 
 
+def ran(outcome="Success", **result):
+    return web.json_response({"status": outcome, "message": "", "run_result": RAN | result})
+
+
 @pytest.mark.parametrize(("name", "answer", "verdict"), SANDBOXES, ids=[name for name, *_ in SANDBOXES])
 def test_program_that_a_server_blames_or_refuses_is_wrong(name, answer, verdict):
     assert verify_by(answer).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("times_out", "server", "acc", "verdict"),
+    [(True, SERVER_NAME, 1 / 3, "partial"), (False, SERVER_NAME, None, "unknown"), (True, "", None, "unknown")],
+    ids=["one test timed out", "none did", "one did, but the server is not ours"],
+)
+def test_test_that_finds_no_worker_counts_as_failed_if_another_one_timed_out(times_out, server, acc, verdict):
+    """The first test held the workers, the second passes, and the third finds none."""
+
+    async def answer(stdin: str) -> web.Response:
+        if stdin == "1" and times_out:
+            return ran("Failed", status="TimeLimitExceeded", stdout="", return_code=None)
+        return web.Response(status=503, headers={"Server": server}) if stdin == "3" else ran()
+
+    score = verify_by(answer, cases={"inputs": ["1", "2", "3"], "outputs": ["42"] * 3}, queue_timeout_s=0.1)
+    assert (score.acc, score.verdict) == (acc and pytest.approx(acc), verdict)
+
+
+def test_tests_that_wait_for_each_other_do_not_wait_for_the_sandbox():
+    """Three of 0.2 s one after the other, where a call may wait for 0.1 s."""
+
+    async def answer(stdin: str) -> web.Response:
+        await asyncio.sleep(0.2)
+        return ran()
+
+    cases = {"inputs": ["1", "2", "3"], "outputs": ["42"] * 3}
+    assert verify_by(answer, cases=cases, max_concurrency=1, queue_timeout_s=0.1, timeout_s=10.0).verdict == "correct"
 
 
 @pytest.mark.parametrize("answer", [{"status": "SandboxError", "message": "lost"}, 500], ids=str)

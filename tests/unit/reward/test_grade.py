@@ -275,12 +275,12 @@ def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
     assert find_files([run.parent]) == sides and find_files([run]) == validated
 
 
-def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
+def test_the_records_of_a_run_are_graded_without_end_tokens_and_what_the_tools_said(tmp_path):
     run, output = tmp_path / "run", tmp_path / "graded.jsonl"
     turns = [
         {"role": "model", "text": "<code>1</code>"},
         {"role": "tool", "text": r"\boxed{7}"},
-        {"role": "model", "text": r"\boxed{42}<|im_end|>"},
+        {"role": "model", "text": r"\boxed{42}<|im_end|>", "end": "<|im_end|>"},
     ]
     row = {"uid": "u", "session": 1, "step": 3, "turns": turns, "ground_truth": "42", "acc": 0.0}
     raised = {"uid": "u", "session": 0, "end_reason": "raised"}
@@ -290,6 +290,7 @@ def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
     assert grade(run, output) == 0
     (graded,) = read(output)
     assert (graded["verdict"], graded["pred"], graded["uid"], graded["session"]) == ("correct", "42", "u", 1)
+    assert graded["response"] == "<code>1</code>\n\\boxed{42}"
     assert graded["recorded"]["acc"] == 0.0 and graded["recorded"]["verdict"] == "wrong"
     assert grade(store.path_of(run, "trajectories", 3), tmp_path / "file.jsonl") == 0
 
@@ -312,12 +313,20 @@ def test_run_without_responses_is_refused(tmp_path):
         find_files([tmp_path])
 
 
-def test_verifiers_of_a_runs_config_are_taken(tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        "reward: {reward_kwargs: {verifiers: {'own/*': verl_ext.reward.verifiers.exact.ExactVerifier}}}\n"
-    )
+@pytest.mark.parametrize(
+    ("config", "verdict"),
+    [
+        ("reward: {reward_kwargs: {verifiers: {'own/*': verl_ext.reward.verifiers.exact.ExactVerifier}}}", "wrong"),
+        ("reward: {reward_kwargs: {verifiers: {'own/*': '${oc.env:NO_SUCH_VARIABLE,exact}'}}}", "wrong"),
+        ("retool: {domains: {own/set: {verifier: '${oc.env:NO_SUCH_VARIABLE,exact}'}}}", "wrong"),
+        ("retool: {domains: {other: {verifier: exact}}}", "correct"),
+        ("", "correct"),
+    ],
+)
+def test_verifiers_of_a_runs_config_are_taken(tmp_path, config, verdict):
+    """As text 0.5 is not 1/2."""
+    path = tmp_path / "config.yaml"
+    path.write_text(config)
     row = {"response": r"\boxed{0.5}", "ground_truth": "1/2", "data_source": "own/set"}
-    source = write(tmp_path / "rows.jsonl", [row])
-    assert grade(source, tmp_path / "a.jsonl") == grade(source, tmp_path / "b.jsonl", "--config", str(config)) == 0
-    assert [read(tmp_path / name)[0]["verdict"] for name in ("a.jsonl", "b.jsonl")] == ["correct", "wrong"]
+    assert grade(write(tmp_path / "rows.jsonl", [row]), tmp_path / "graded.jsonl", "--config", str(path)) == 0
+    assert read(tmp_path / "graded.jsonl")[0]["verdict"] == verdict

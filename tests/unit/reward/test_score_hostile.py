@@ -34,6 +34,7 @@ HOSTILE = [
     "Integer(42).__class__",
     "open('PWNED','w').close()",
     r"\boxed{" * 400,
+    "+".join([r"\frac{2^{199000}}{3^{126000}}"] * 66),
 ]
 
 

@@ -14,6 +14,7 @@ from verl_ext.reward.maths.units import read_phrase, same_unit
 MAX_CHARS = 4000  # of a number as written; Python itself refuses to read more than 4300 digits
 MAX_POWER_BITS = 2_000_000  # 2^{1000000} still counts
 MAX_OPERAND_BITS = 200_000  # of a summand, factor or divisor: a gcd is quadratic
+MAX_TOTAL_BITS = 8 * MAX_OPERAND_BITS  # of all of them together
 MAX_FACTORIAL = 10_000
 MAX_DEPTH = 40
 
@@ -122,6 +123,7 @@ class _Parser:
         self.calculated = False
         self._index = 0
         self._depth = 0
+        self._bits = 0
 
     def parse(self) -> Fraction:
         value = self._sum()
@@ -143,18 +145,18 @@ class _Parser:
         value = self._product()
         while sign := self._take("+", "-"):
             self.calculated = True
-            term = _small(self._product())
-            value = _small(value) + term if sign == "+" else _small(value) - term
+            term = self._small(self._product())
+            value = self._small(value) + term if sign == "+" else self._small(value) - term
         return value
 
     def _product(self) -> Fraction:
         value = self._signed()
         while True:
             if self._take("/"):
-                value = _small(value) / _small(self._signed())
+                value = self._small(value) / self._small(self._signed())
             elif self._take("\\cdot") or self._next() in ("(", "\\frac"):
                 self.calculated = True
-                value = _small(value) * _small(self._signed())
+                value = self._small(value) * self._small(self._signed())
             else:
                 return value
 
@@ -195,7 +197,7 @@ class _Parser:
             return token
         self._deeper()
         if token == "\\frac":
-            value = _small(self._atom()) / _small(self._atom())
+            value = self._small(self._atom()) / self._small(self._atom())
         elif token in ("(", "{"):
             value = self._sum()
             if not self._take(")" if token == "(" else "}"):
@@ -203,6 +205,14 @@ class _Parser:
         else:
             raise ValueError(f"unexpected {token}")
         self._depth -= 1
+        return value
+
+    def _small(self, value: Fraction) -> Fraction:
+        """Return an operand that is not too large, and neither are all together."""
+        bits = value.numerator.bit_length(), value.denominator.bit_length()
+        self._bits += sum(bits)
+        if max(bits) > MAX_OPERAND_BITS or self._bits > MAX_TOTAL_BITS:
+            raise ValueError(f"an operand of more than {MAX_OPERAND_BITS} bits, or {MAX_TOTAL_BITS} in all")
         return value
 
     def _deeper(self) -> None:
@@ -236,9 +246,3 @@ def _read_token(match: re.Match[str]) -> Fraction | str:
         before, once, cycle = parts[1:]
         return Fraction(f"{before or 0}.{once or 0}") + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(once))
     return Fraction(parts[0]) if kind == "decimal" else parts[0]
-
-
-def _small(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_OPERAND_BITS:
-        raise ValueError(f"an operand of more than {MAX_OPERAND_BITS} bits")
-    return value

@@ -202,6 +202,8 @@ def _is_consistent(chain: str, value: str, compare_values: CompareValues) -> boo
 def _exact_side(text: str) -> tuple[str, list[str]]:
     r"""Split `x = \frac13 \approx 0.333` into (`x = \frac13`, ["0.333"]), `x \approx 0.333` into ("x=0.333", [])."""
     exact, *rounded = (side.strip() for side in text.split(r"\approx"))
+    if rounded and not exact:
+        return rounded[0], rounded[1:]
     if "=" not in exact and is_label(exact):
         return f"{exact}={rounded[0]}", rounded[1:]
     return exact, rounded

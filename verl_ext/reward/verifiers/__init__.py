@@ -165,7 +165,8 @@ class Verifiers:
             ValueError: as the constructor, or the table of domains is wrong.
         """
         of_domains = {name: domain.verifier for name, domain in read_domains(config).items() if domain.verifier}
-        return cls(config, (config["reward"].get("reward_kwargs") or {}).get("verifiers"), of_domains)
+        entries = ((config.get("reward") or {}).get("reward_kwargs") or {}).get("verifiers")
+        return cls(config, entries, of_domains)
 
     def find(self, data_source: str, ability: str) -> Verifier:
         """Return the verifier of the first pattern that fits the data source, else the ability, else that for maths."""

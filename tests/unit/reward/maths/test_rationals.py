@@ -29,6 +29,7 @@ from verl_ext.reward.maths.units import nouns_of
         ("2^{-1}", Fraction(1, 2)),
         ("5!/3!", 20),
         ("58\\cdot 20+87", 1247),
+        ("+".join(["1/3"] * 900), 300),
         ("3 million", 3_000_000),
         ("5万元", 50_000),
     ],

@@ -87,6 +87,21 @@ def test_functions_that_pytest_would_collect_are_run(url):
     assert verify(url, "def add(a, b):\n    return 0", PYTEST_STYLE).verdict == "wrong"
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        ADD + "\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))",
+        "from dataclasses import dataclass\n@dataclass\nclass Pair:\n    a: 'int'\n    b: 'int'\n"
+        "def add(a, b):\n    pair = Pair(a, b)\n    return pair.a + pair.b",
+        "import pickle\nclass Sum:\n    def __init__(self, value):\n        self.value = value\n"
+        "def add(a, b):\n    return pickle.loads(pickle.dumps(Sum(a + b))).value",
+    ],
+    ids=["reads its input if run as a script", "dataclass", "pickle"],
+)
+def test_program_is_a_module_whose_functions_are_called(url, program):
+    assert verify(url, program, "assert add(1, 2) == 3").verdict == "correct"
+
+
 def test_test_that_is_no_python_is_an_error_of_the_data(url):
     with pytest.raises(ValueError, match="is no Python"):
         verify(url, ADD, "assert add(1, 2) ==")

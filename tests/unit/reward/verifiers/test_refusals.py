@@ -37,6 +37,14 @@ REFUSED = {
         "xs = []\nxs.append(solve(1))\nif 3 in xs:\n    assert solve(2) == 1",
         "depends on an answer",
     ),
+    "answers collected and given": (
+        "xs = []\nxs.append(f(1))\nassert g(xs) == 3",
+        "gives the program what has collected",
+    ),
+    "answers collected and given by name": (
+        "xs = []\nxs.append(f(1))\nassert g(values=xs) == 3",
+        "gives the program what has collected",
+    ),
     "coroutine": ("import asyncio\nassert asyncio.run(fetch(1)) == 2", "needs coroutines"),
     "printed": ("import io, sys\nsys.stdout = out = io.StringIO()\nx = solve(3)", "needs what the program prints"),
     "mock": ("from unittest.mock import patch\nassert solve(1) == 2", "needs coroutines, or what the program prints"),

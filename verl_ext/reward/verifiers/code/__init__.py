@@ -14,8 +14,9 @@ A ground truth is a mapping, its JSON, or a string that is neither, which is one
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
@@ -49,9 +50,9 @@ class CodeVerifier:
     """`acc` is the share of test cases that pass, or with `all_or_nothing` 1 if all do and 0 otherwise.
 
     The program is the last fenced block of Python after the last `</think>`. A failure that it causes is the model's:
-    an error, a time-out, a wrong or unreadable result, or a lost worker for which the server blames it. The verdict
-    "unknown" is left for a sandbox that fails without such a verdict, and for a test that judges no program
-    (`refused_tests`).
+    an error, a time-out, a wrong or unreadable result, a lost worker for which the server blames it, or after a
+    time-out a test that finds no worker, because the others held them. The verdict "unknown" is left for a sandbox that
+    fails without such a verdict, and for a test that judges no program (`refused_tests`).
     """
 
     def __init__(
@@ -81,18 +82,25 @@ class CodeVerifier:
         self._all_or_nothing = all_or_nothing
         self._limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb}
         self._client = SandboxClient(list(urls), max_concurrency=max_concurrency, **client_settings)
-        self._dialogue = Dialogue(self._run)
+        self._turns = asyncio.Semaphore(max_concurrency)  # waiting for own tests is not waiting for the sandbox
+        self._dialogue = Dialogue()
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         cases = read_cases(ground_truth)
         program = extract_program(response_text)
         if program is None:
             return Score(0.0, "", "no_answer", "no_code")
-        results = await asyncio.gather(*(self._result(program, case) for case in cases))
-        undecided = [result for result in results if isinstance(result, CannotJudge)]
+        seen: set[str] = set()
+        run = partial(self._run, seen)
+        results = await asyncio.gather(*(self._result(run, program, case) for case in cases))
+        undecided = [
+            result
+            for result in results
+            if isinstance(result, CannotJudge) and not (result.found_no_place and "timeout" in seen)
+        ]
         if undecided:
             return Score(None, program, UNVERIFIED_VERDICT, f"{undecided[0]}: {len(undecided)} of {len(cases)} tests")
-        count = sum(map(bool, results))
+        count = sum(result is True for result in results)
         share = count / len(cases)
         acc = float(share == 1.0) if self._all_or_nothing else share
         return Score.graded(acc, program, f"tests: {count}/{len(cases)}")
@@ -100,25 +108,31 @@ class CodeVerifier:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def _result(self, program: str, case: Case) -> bool | CannotJudge:
+    async def _result(self, run: Callable[..., Awaitable[RunResult]], program: str, case: Case) -> bool | CannotJudge:
         """Return whether the program passes a test, or why that is open."""
         try:
             if case.test is not None:
-                return await self._dialogue.passes(program, case.test)
-            result = await self._run(program, case.stdin)
+                return await self._dialogue.passes(run, program, case.test)
+            result = await run(program, case.stdin)
         except CannotJudge as error:
             return error
         return result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
 
-    async def _run(self, program: str, stdin: str = "") -> RunResult:
-        """Run a program; raise CannotJudge if the sandbox failed without the program's fault (see `RunResult`)."""
+    async def _run(self, seen: set[str], program: str, stdin: str = "") -> RunResult:
+        """Run a program and add its status to `seen`.
+
+        Raises:
+            CannotJudge: the sandbox failed without the program's fault (see `RunResult`).
+        """
         try:
-            result = await self._client.run(program, stdin=stdin, **self._limits)
+            async with self._turns:
+                result = await self._client.run(program, stdin=stdin, **self._limits)
         except ValueError:  # refused, as too large, say. If every program is (a wrong URL), this raises.
             await self._client.run(CONTROL_PROGRAM, **self._limits)
             return RunResult("code_error", "", "", None, 0.0, 0.0, 1, "")
+        seen.add(result.status)
         if result.status == "sandbox_failure":
-            raise CannotJudge("sandbox_failure")
+            raise CannotJudge("sandbox_failure", found_no_place=result.found_no_place)
         return result
 
 

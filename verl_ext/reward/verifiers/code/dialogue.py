@@ -24,41 +24,43 @@ RunProgram = Callable[[str], Awaitable[RunResult]]
 class Dialogue:
     """Runs tests against solutions."""
 
-    def __init__(self, run: RunProgram):
-        self._run = run
+    def __init__(self) -> None:
         self._calls: dict[str, str] = {}  # of a test, packed
 
-    async def passes(self, program: str, test: str) -> bool:
+    async def passes(self, run: RunProgram, program: str, test: str) -> bool:
         """Return whether a solution passes a test.
 
+        Args:
+            run: runs the solution, and the test.
         Raises:
             ValueError: the test is not Python.
             CannotJudge: the sandbox failed, or the test judges no program.
         """
         source = compile_test(test)
         if test not in self._calls:
-            report = await self._run_test(source, None, None)
+            report = await _run_test(run, source, None, None)
             if "calls" not in report:
                 raise CannotJudge("the test ends before it has listed its calls of the program")
             if len(self._calls) >= MAX_REMEMBERED:
                 self._calls.clear()
             self._calls[test] = report["calls"]
         calls = self._calls[test]
-        result = await self._run(_program("solution", f"serve({program!r}, unpack({calls!r}))"))
-        report = await self._run_test(source, calls, result.stdout.split("\n"))
+        result = await run(_program("solution", f"serve({program!r}, unpack({calls!r}))"))
+        report = await _run_test(run, source, calls, result.stdout.split("\n"))
         return report.get("passed", False)
 
-    async def _run_test(self, source: str, calls: str | None, answers: list[str] | None) -> dict[str, Any]:
-        """Return the report of one run of a test; {} without one."""
-        mark = secrets.token_hex(16)  # not known when the answers were given: no answer can hold a report
-        result = await self._run(_program("tests", f"run_test({source!r}, {mark!r}, {calls!r}, {answers!r})"))
-        report: dict[str, Any] = {}
-        for line in result.stdout.split("\n"):
-            with suppress(ValueError):  # stopped while it was written
-                report = json.loads(line.removeprefix(mark)) if line.startswith(mark) else report
-        if "refused" in report:
-            raise CannotJudge(report["refused"])
-        return report
+
+async def _run_test(run: RunProgram, source: str, calls: str | None, answers: list[str] | None) -> dict[str, Any]:
+    """Return the report of one run of a test; {} without one."""
+    mark = secrets.token_hex(16)  # not known when the answers were given: no answer can hold a report
+    result = await run(_program("tests", f"run_test({source!r}, {mark!r}, {calls!r}, {answers!r})"))
+    report: dict[str, Any] = {}
+    for line in result.stdout.split("\n"):
+        with suppress(ValueError):  # stopped while it was written
+            report = json.loads(line.removeprefix(mark)) if line.startswith(mark) else report
+    if "refused" in report:
+        raise CannotJudge(report["refused"])
+    return report
 
 
 def _program(name: str, last_line: str) -> str:

@@ -50,7 +50,15 @@ ATTRIBUTES = {name for kind in (*PLAIN, timedelta) for name in dir(kind)}  # of 
 
 
 class CannotJudge(Exception):
-    """A test that judges no program, or a sandbox that fails; the text says why."""
+    """A test that judges no program, or a sandbox that fails; the text says why.
+
+    Attributes:
+        found_no_place: the sandbox was well, but had no worker in time.
+    """
+
+    def __init__(self, why: str, *, found_no_place: bool = False):
+        super().__init__(why)
+        self.found_no_place = found_no_place
 
 
 @lru_cache(maxsize=4096)
@@ -148,6 +156,7 @@ class _Compiler(ast.NodeTransformer):
         while found := set(self._find_aliases(tree)) - self._aliases:
             self._aliases |= found
         self._answers = {"_use_"}  # names that hold answers
+        self._grown: set[str] = set()  # those that hold further things, and have the answers only while judging
         self._given: set[str] = set()  # names that calls of the program got
         self._count = 0
         self._calls: list[ast.stmt] | None = None  # of the present statement; None where it may have none
@@ -194,6 +203,7 @@ class _Compiler(ast.NodeTransformer):
             return [ast.Expr(value)]
         if getattr(getattr(node.value, "func", None), "attr", "") in ATTRIBUTES:  # numbers.append(f(1))
             self._answers.add(_root(node.value))
+            self._grown.add(_root(node.value))
         return [*calls, ast.If(_name("_judging_"), [ast.Expr(value)], [])]
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
@@ -250,7 +260,9 @@ class _Compiler(ast.NodeTransformer):
         outer, self._is_argument = self._is_argument, True
         args, keywords = [self.visit(arg) for arg in node.args], [self.visit(each) for each in node.keywords]
         self._is_argument = outer
-        for arg in args:
+        for arg in [*args, *(each.value for each in keywords)]:
+            if _names(arg) & self._grown:
+                _refuse(node, "gives the program what has collected answers")
             if isinstance(arg, ast.Lambda | ast.GeneratorExp) or getattr(arg, "id", None) in self._functions:
                 _refuse(node, "gives the program what is no plain data")
         self._given |= {arg.id for arg in args if isinstance(arg, ast.Name)}
