@@ -40,10 +40,8 @@ class Sealed:
     """
 
     archive: bytes
-    missing: tuple[str, ...]  # declared, but not there
     dropped: dict[str, str] = field(default_factory=dict)  # path: why it is not in the archive; at most about 100
     strays: tuple[str, ...] = ()  # under /tests, /logs and /solution, and not from the archive that the box began with
-    killed: int = 0  # processes that ran on
     lost: str = ""
 
 
@@ -62,7 +60,6 @@ class Box:
         self._client = client
         self._options = {"memory_limit_MB": memory_mb, "disk_limit_MB": disk_mb, "workdir": workdir}
         self._id, self._server = "", 0
-        self._calls = 0
         self._gone = "the box is not open"  # why no call can be made; empty while one can
         self._lost = ""  # the box is gone, by the doing of its processes
 
@@ -75,12 +72,12 @@ class Box:
         """
         body = self._options | {"archive": base64.b64encode(archive).decode()}
         failed_servers: set[int] = set()
-        for_archive = ANSWER_GRACE_S + ARCHIVE_S
 
         async def attempt(left_s: float) -> dict[str, Any]:
             self._server, self._id = self._client.servers.least_busy(failed_servers), uuid4().hex
             try:
-                answer = await self._post("", body | {"queue_timeout": left_s}, left_s + for_archive)
+                limit_s = left_s + ANSWER_GRACE_S + ARCHIVE_S
+                return _answer(await self._post("", body | {"queue_timeout": left_s}, limit_s))
             except BaseException as exc:
                 failed_servers.add(self._server)
                 if not isinstance(exc, InfrastructureFailure) or exc.may_have_run:
@@ -88,7 +85,6 @@ class Box:
                     ending = self._client.delete(self._server, f"/v1/boxes/{self._id}?given_up")
                     await asyncio.shield(asyncio.ensure_future(ending))
                 raise
-            return answer
 
         answer = await self._attempts(attempt, may_repeat=True)
         self._gone = self._lost = ""
@@ -114,9 +110,8 @@ class Box:
             attempts += 1
             waited_s = time.monotonic() - started
             limit_s = left_s + timeout_s + ANSWER_GRACE_S
-            answer = await self._post("/run", body | {"queue_timeout": left_s}, limit_s)
-            result, there = parse("the box's server", json.dumps(answer).encode(), waited_s, attempts)
-            self._calls += 1
+            content = await self._post("/run", body | {"queue_timeout": left_s}, limit_s)
+            result, there = parse("the box's server", content, waited_s, attempts)
             if not there["alive"]:
                 self._end(lost=f"The box is gone: its processes ended it. {result.stderr}".strip())
                 result = replace(result, session_ended=True)
@@ -138,25 +133,19 @@ class Box:
             BoxUnavailable: see there.
         """
         if self._lost:
-            return Sealed(EMPTY, tuple(paths), lost=self._lost)
+            return Sealed(EMPTY, lost=self._lost)
         if self._gone:
             raise BoxUnavailable(self._gone)
         body = {"paths": list(paths), "max_bytes": max_bytes}
 
         async def attempt(left_s: float) -> Sealed:
             limit_s = left_s + ARCHIVE_S + ANSWER_GRACE_S
-            answer = await self._post("/seal", body | {"queue_timeout": left_s}, limit_s)
+            answer = _answer(await self._post("/seal", body | {"queue_timeout": left_s}, limit_s))
             self._gone = "the box is sealed"
             if answer["lost"]:
                 self._end(lost=answer["lost"])
-            return Sealed(
-                base64.b64decode(answer["archive"]) or EMPTY,
-                tuple(answer["missing"]),
-                answer["dropped"],
-                tuple(answer["strays"]),
-                answer["left_behind"],
-                answer["lost"],
-            )
+            archive = base64.b64decode(answer["archive"]) or EMPTY
+            return Sealed(archive, answer["dropped"], tuple(answer["strays"]), answer["lost"])
 
         return await self._attempts(attempt, may_repeat=False)
 
@@ -186,7 +175,9 @@ class Box:
             attempts += 1
             try:
                 async with client.turn(deadline):
-                    return await attempt(max(deadline - time.monotonic(), 0.01))
+                    answer = await attempt(max(deadline - time.monotonic(), 0.01))
+                    client.servers.answers(self._server)
+                    return answer
             except TimeoutError as exc:  # no turn
                 raise BoxUnavailable(str(exc)) from exc
             except InfrastructureFailure as exc:
@@ -194,22 +185,29 @@ class Box:
             except asyncio.CancelledError:  # nobody knows how far this got
                 self._gone = self._gone or "a call was cancelled"
                 raise
+            if not failure.may_have_run:
+                client.servers.refuses(self._server)
             if failure.may_have_run and not may_repeat:
                 self._end()
                 self._gone = f"the box is gone: {failure}"
                 raise BoxUnavailable(self._gone) from failure
             pause_s = client.pause_s(attempts, failure)
             is_over = time.monotonic() + pause_s >= deadline
-            if is_over or (attempts >= client.max_attempts and not failure.is_busy):
+            goes_on = failure.is_busy or (may_repeat and client.servers.have_answered)  # a restart has ended the box
+            if is_over or (attempts >= client.max_attempts and not goes_on):
                 raise BoxUnavailable(f"no box after {attempts} attempt(s): {failure}") from failure
             await asyncio.sleep(pause_s)
 
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> bytes:
         _, content = await self._client.post(self._server, f"/v1/boxes/{self._id}{path}", body, timeout_s)
-        try:
-            answer = json.loads(content)
-            if answer["status"] == "SandboxError":
-                raise InfrastructureFailure(f"SandboxError: {answer['message']}")
-        except (ValueError, KeyError, TypeError) as exc:
-            raise InfrastructureFailure(f"expected an answer about a box, got {content[:200]!r}") from exc
-        return answer
+        return content
+
+
+def _answer(content: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(content)
+        if answer["status"] == "SandboxError":
+            raise InfrastructureFailure(f"SandboxError: {answer['message']}")
+    except (ValueError, KeyError, TypeError) as exc:
+        raise InfrastructureFailure(f"expected an answer about a box, got {content[:200]!r}") from exc
+    return answer

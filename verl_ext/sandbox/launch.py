@@ -37,7 +37,7 @@ def running_server(
     command = [sys.executable, "-m", "verl_ext.sandbox.server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", str(workers), "--parent-pid", str(os.getpid()), *options]
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=os.environ | {"PYTHONPATH": path})
     assert server.stdout  # a pipe, as asked for
     try:
         yield _wait_until_ready(server, server.stdout, start_timeout_s)
@@ -51,16 +51,16 @@ def running_server(
         server.stdout.close()
 
 
-def _wait_until_ready(server: subprocess.Popen, stdout: IO[str], timeout_s: float) -> str:
+def _wait_until_ready(server: subprocess.Popen, stdout: IO[bytes], timeout_s: float) -> str:
     """Wait for the server's line on stdout, and return the URL in it."""
     started = time.monotonic()
-    if not select.select([stdout], [], [], timeout_s)[0]:
-        raise SandboxNotReady(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")
-    line = stdout.readline()
-    if not line.startswith(READY):
-        code = server.wait()
-        raise SandboxNotReady(
-            f"the sandbox server ended with exit code {code} after {time.monotonic() - started:.1f} s "
-            "before it was ready; see its message on stderr"
-        )
-    return line.removeprefix(READY).strip()
+    while select.select([stdout], [], [], max(started + timeout_s - time.monotonic(), 0))[0]:
+        line = stdout.readline().decode()  # unbuffered: `select` sees what is left
+        if line.startswith(READY):
+            return line.removeprefix(READY).strip()
+        if not line:
+            raise SandboxNotReady(
+                f"the sandbox server ended with exit code {server.wait()} after {time.monotonic() - started:.1f} s "
+                "before it was ready; see its message on stderr"
+            )
+    raise SandboxNotReady(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")

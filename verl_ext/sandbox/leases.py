@@ -34,7 +34,10 @@ class Sessions(dict[str, Session]):
 
     def renew_within(self, idle_s: float) -> None:
         """Renew all leases several times within `idle_s`, from now until the last session is dropped."""
+        is_slow = idle_s / RENEWALS < self._every_s  # it sleeps for longer than this session can wait
         self._every_s = min(self._every_s, idle_s / RENEWALS)
+        if is_slow:
+            self.stop()
         if self._renewal is None or self._renewal.done():
             self._renewal = asyncio.create_task(self._renew_all())
 

@@ -38,13 +38,17 @@ class FakeServer:
         step = self.script[min(len(self.bodies), len(self.script)) - 1]()
         return step if isinstance(step, web.Response) else await step
 
-    async def start(self) -> None:
+    async def open_box(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "Success", "idle_s": 600.0})
+
+    async def start(self, port: int = 0) -> None:
         app = web.Application()
         app.router.add_post("/run_code", self.handle)
         app.router.add_delete("/v1/sessions/s", self.end)
+        app.router.add_post("/v1/boxes/{box}", self.open_box)
         self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
 

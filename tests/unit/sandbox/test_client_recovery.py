@@ -4,11 +4,14 @@ import asyncio
 import socket
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 
 from tests.unit.sandbox.fake_server import FakeServer, answer, in_session
+from verl_ext.sandbox import Box, BoxUnavailable
 
 
 class Breaking(FakeServer):
@@ -58,28 +61,67 @@ async def test_calls_wait_for_a_sandbox_that_is_unwell_and_none_is_blamed(breaki
     assert all(result.attempts > 3 for result in results)
 
 
-async def test_a_server_that_is_started_again_on_its_port_costs_no_call(client_of, caplog):
-    server = Breaking()
-    await server.start()
-    client = client_of([server.url], backoff_s=0.01, max_attempts=2)
-    assert (await client.run("first")).status == "ok"
+@asynccontextmanager
+async def restarted(server: FakeServer) -> AsyncIterator[None]:
+    """Stop a server for the length of the block, while no other one gets its port."""
     port = server.runner.addresses[0][1]
     await server.runner.cleanup()
-    with socket.socket() as kept:  # so that no other server gets the port meanwhile
+    with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", port))
+        yield
+        await server.start(port)
+
+
+async def test_a_server_that_is_started_again_on_its_port_costs_no_call(breaking, client_of, caplog):
+    client = client_of([breaking.url], backoff_s=0.01, max_attempts=2)
+    assert (await client.run("first")).status == "ok"
+    async with restarted(breaking):
         waiting = asyncio.create_task(client.run("second", timeout_s=5))
         while not caplog.records:
             await asyncio.sleep(0.01)
         assert not waiting.done()
-        server.runner = web.AppRunner(app := web.Application(), shutdown_timeout=0.01)
-        app.router.add_post("/run_code", server.handle)
-        await server.runner.setup()
-        await web.TCPSite(server.runner, "127.0.0.1", port).start()
-        assert (await waiting).stdout == "second"
-    await server.runner.cleanup()
+    assert (await waiting).stdout == "second"
     (said,) = [record.getMessage() for record in caplog.records]  # however often it was asked
     assert "Calls try on" in said and "Connect call failed" in said
+
+
+class Count:
+    """An `acquire` of a client that counts its requests."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    async def __call__(self) -> None:
+        self.requests += 1
+
+
+async def test_the_opening_of_a_box_waits_for_a_server_that_is_started_again(breaking, client_of):
+    client = client_of([breaking.url], backoff_s=0.01, max_attempts=2, acquire=(count := Count()))
+    await Box(client).open()
+    async with restarted(breaking):
+        opening = asyncio.create_task(Box(client).open())
+        while count.requests < 5:
+            assert not opening.done()
+            await asyncio.sleep(0.01)
+    await opening
+
+
+async def test_the_opening_of_a_box_does_not_wait_for_one_that_never_answered(client_of, down):
+    client = client_of(down[:1], backoff_s=0.01, max_attempts=3, queue_timeout_s=5, acquire=(count := Count()))
+    with pytest.raises(BoxUnavailable, match=r"no box after 3 attempt\(s\): .*Connect call failed"):
+        await Box(client).open()
+    assert count.requests == 3
+
+
+async def test_a_command_of_a_box_does_not_wait_for_a_server_whose_restart_has_ended_it(breaking, client_of):
+    client = client_of([breaking.url], backoff_s=0.01, max_attempts=3, queue_timeout_s=60)
+    box = Box(client)
+    await box.open()
+    await client.aclose()  # its connection: the next request finds no server
+    async with restarted(breaking):
+        result = await box.run("true", timeout_s=1)
+        assert (result.status, result.attempts) == ("sandbox_failure", 3)
 
 
 async def test_one_that_stays_away_is_a_failure_by_the_deadline(breaking, client_of):

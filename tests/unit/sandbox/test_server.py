@@ -22,6 +22,8 @@ from tests.unit.sandbox.server_process import (
     wait_for_program,
     wait_until,
 )
+from verl_ext.sandbox import running_server
+from verl_ext.sandbox.limits import READY
 
 
 def test_metrics_count_what_was_answered():
@@ -209,6 +211,16 @@ def test_server_and_programs_end_with_the_parent_also_when_it_is_killed(tmp_path
     parent.communicate()
     wait_until(lambda: not running(processes))
     assert not root.exists()
+
+
+def test_a_server_that_says_something_else_first_is_waited_for(tmp_path, monkeypatch):
+    """Two lines in one write, as a warning of a library and ours may be."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nprintf 'a warning\\n{READY}http://127.0.0.1:1\\n'\nexec sleep 10\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with running_server(start_timeout_s=5) as url:
+        assert url == "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize("isolation", ["auto", "none"])

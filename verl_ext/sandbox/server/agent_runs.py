@@ -182,7 +182,10 @@ def command_of(caller: int) -> Command:
 
 def _strings(path: str) -> list[bytes]:
     with open(path, "rb") as file:
-        return file.read(MAX_TEXT_BYTES).split(b"\0")[:-1]
+        text = file.read(MAX_TEXT_BYTES + 1)
+    if len(text) > MAX_TEXT_BYTES:
+        raise OSError(errno.E2BIG, os.strerror(errno.E2BIG))
+    return text.split(b"\0")[:-1]
 
 
 def be_first_process(runs: AgentRuns, command: Command) -> NoReturn:

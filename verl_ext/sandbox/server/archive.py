@@ -13,14 +13,15 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO must not wait for a writer
+from .folders import OPEN_FILE, OPEN_FOLDER
+
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_DEPTH = 64  # folders in folders
-MAX_PATH_BYTES = 3500
+MAX_PATH_BYTES = 3500  # PATH_MAX of Linux, less what is above the folder
 MAX_NAMED = 100  # dropped or planted paths in a report
 COPY_BYTES = 1 << 18
 HEADER_BYTES = 512  # of an entry in an archive
+MAX_TIME = 1 << 33  # of a file, in seconds since 1970
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -54,7 +55,7 @@ def unpack(file: BinaryIO, root: str, folders: Sequence[str]) -> list[str]:
                     _make(top, parts, member, archive, folders)
         for path, mode in sorted(modes.items(), reverse=True):  # at last: a folder may not let even its owner write
             os.chmod(path.lstrip("/"), mode & 0o777, dir_fd=top)
-    except (tarfile.TarError, EOFError, UnicodeError, ValueError) as exc:
+    except (tarfile.TarError, EOFError, UnicodeError, ValueError, OverflowError, RecursionError) as exc:
         raise ArchiveError(f"expected a tar.gz: {exc}") from exc
     except MemoryError:
         raise ArchiveError("expected a tar.gz: a header in it is too large") from None
@@ -110,7 +111,7 @@ def _make(
                     file.write(chunk)
                 os.fchmod(file.fileno(), member.mode & 0o777)
                 file.flush()
-                time = max(member.mtime, 0)
+                time = min(max(member.mtime, 0), MAX_TIME)
                 os.utime(file.fileno(), (time, time))
         else:
             raise ArchiveError(f"{_shown(path)}: expected a file, a folder or a link")
@@ -163,12 +164,11 @@ class Pack:
     def __init__(self, file: BinaryIO, root: str, *, max_bytes: int) -> None:
         self._file, self._root, self._left, self._max_bytes = file, root, max_bytes, max_bytes
         self._paths: list[str] = []
-        self.missing: list[str] = []
         self.dropped: dict[str, str] = {}
         self._more = 0  # dropped, but not named
 
     def pack(self, paths: Iterable[str]) -> None:
-        """Pack these paths, absolute below `root`, with all below; then see `missing` and `dropped`."""
+        """Pack these paths, absolute below `root`, with all below; then see `dropped`. What is not there is neither."""
         self._paths = sorted(set(paths))
         self._paths = [path for path in self._paths if not is_inside(os.path.dirname(path), self._paths)]
         with (
@@ -194,7 +194,7 @@ class Pack:
                 folder = below
             os.lstat(name, dir_fd=folder)
         except FileNotFoundError:
-            self.missing.append(path)
+            pass
         except OSError:
             self._drop(path, "a folder above it is a link or a file")
         else:

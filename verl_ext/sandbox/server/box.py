@@ -233,26 +233,23 @@ class BoxWorker(Worker):
 
     def seal(self, request: dict[str, Any], _: BinaryIO) -> tuple[Any, ...]:
         """Kill every process, then pack the declared paths; nothing of the box runs any more."""
-        killed = self.kill_everything()
+        self.kill_everything()
         paths, max_bytes = request["paths"], request["max_bytes"]
-        report, file = self.in_child(lambda file: pack(file, paths, max_bytes, self.known), 2 * max_bytes + CHUNK)
-        return report | {"left_behind": killed}, file
+        return self.in_child(lambda file: pack(file, paths, max_bytes, self.known), 2 * max_bytes + CHUNK)
 
-    def kill_everything(self) -> int:
-        """Kill all processes but this one; return how many there were. Raises OSError if some do not end."""
+    def kill_everything(self) -> None:
+        """Kill all processes but this one. Raises OSError if some do not end."""
         self.left = None
-        pids = [name for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
-        alive = sum(map(_is_alive, pids))
         try:
             os.kill(-1, signal.SIGKILL)
         except ProcessLookupError:
-            return 0
+            return
         deadline = time.monotonic() + KILL_S
         while True:
             try:
                 reaped, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return alive
+                return
             if not reaped:
                 if time.monotonic() > deadline:
                     raise OSError("processes of the box do not end")
@@ -308,7 +305,7 @@ def pack(file: BinaryIO, paths: list[str], max_bytes: int, known: list[str]) -> 
     packed = archive.Pack(file, "/", max_bytes=max_bytes)
     strays = archive.find_planted("/", PLANTED_IN, known)  # first: packing unlocks what it packs
     packed.pack(paths)
-    return {"missing": packed.missing, "dropped": packed.dropped, "strays": strays}
+    return {"dropped": packed.dropped, "strays": strays}
 
 
 def confine(worker: BoxWorker, max_file_bytes: int, address_space: int, *, is_readable: bool = True) -> None:
@@ -375,11 +372,3 @@ def enter_folder(worker: BoxWorker) -> None:
         if path != worker.cwd:
             os.write(2, os.fsencode(f"{worker.cwd} is gone: in {path} now\n"))
         return
-
-
-def _is_alive(pid: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False

@@ -1,7 +1,7 @@
 """The routes of boxes (boxes.py), for `Box` of the client (sandbox/box.py).
 
-Opening one answers {idle_s}; running a command what /run_code answers; sealing {archive: a tar.gz in base64, missing,
-dropped, strays, left_behind, lost}; `archive` is "" if the box was lost. Each answers a SandboxError, as /run_code
+Opening one answers {idle_s}; running a command what /run_code answers; sealing {archive: a tar.gz in base64, dropped,
+strays, lost}; `archive` is "" if the box was lost. Each answers a SandboxError, as /run_code
 does, if the box is not there or the sandbox failed, and HTTP 422 if what was asked for may not be.
 """
 
@@ -60,12 +60,12 @@ class BoxRoutes:
         return await self._handle(http_request, kind, in_box)
 
     async def _open(self, box_id: str, request: OpenBoxRequest, _: web.Request) -> Answered:
-        queue_time = await self._boxes.open(box_id, vars(request), queue_timeout_s=request.queue_timeout)
-        return web.json_response({"status": "Success", "idle_s": self._boxes.idle_s, "queue_time": queue_time}), "ok"
+        await self._boxes.open(box_id, vars(request), queue_timeout_s=request.queue_timeout)
+        return web.json_response({"status": "Success", "idle_s": self._boxes.idle_s}), "ok"
 
     async def _run(self, box_id: str, request: RunBoxRequest, http_request: web.Request) -> Answered:
         result, queue_time = await self._boxes.run(box_id, vars(request), queue_timeout_s=request.queue_timeout)
-        result["session"] = {"call": result.pop("call"), "alive": result["alive"], "idle_s": self._boxes.idle_s}
+        result["session"] = {"alive": result["alive"], "idle_s": self._boxes.idle_s}
         return await answer(result, queue_time, http_request)
 
     async def _seal(self, box_id: str, request: SealBoxRequest, _: web.Request) -> Answered:

@@ -60,8 +60,8 @@ class Boxes(Sessions):
             return f"a box needs layers of isolation that are off on this server: {', '.join(missing)}"
         return box_isolation.obstacle()
 
-    async def open(self, box_id: str, request: dict[str, Any], *, queue_timeout_s: float) -> float:
-        """Open a box with the files of an archive; return the seconds waited.
+    async def open(self, box_id: str, request: dict[str, Any], *, queue_timeout_s: float) -> None:
+        """Open a box with the files of an archive.
 
         Args:
             request: the fields of `request.OpenBoxRequest`.
@@ -70,7 +70,7 @@ class Boxes(Sessions):
         """
         if why := self.refusal():
             raise BoxRefusedError(why)
-        async with self._turn(box_id, queue_timeout_s) as (box, queue_time):
+        async with self._turn(box_id, queue_timeout_s) as (box, _):
             if box.worker:
                 raise BoxRefusedError("a box with this id is open: choose another id")
             box.worker = await self.workers.take()
@@ -83,7 +83,6 @@ class Boxes(Sessions):
             if "refused" in answer:
                 self._close(box, box.worker)
                 raise BoxRefusedError(f"archive: {answer['refused']}")
-            return queue_time
 
     async def run(
         self, box_id: str, request: dict[str, Any], *, queue_timeout_s: float
@@ -95,7 +94,6 @@ class Boxes(Sessions):
         async with self._turn(box_id, queue_timeout_s, begin=False) as (box, queue_time):
             if box.is_sealed:
                 raise BoxRefusedError("this box is sealed: nothing runs in it any more")
-            box.calls += 1
             wanted = {"do": "run", **{name: request[name] for name in ("command", "stdin", "run_timeout")}}
             try:
                 header, blobs = await self._ask(box, wanted, request["run_timeout"])
@@ -104,7 +102,7 @@ class Boxes(Sessions):
             if header.pop("spent") and box.worker:
                 self._discard(box, box.worker)
             result = with_blobs(header | {"files": {}, "not_fetched": {}}, blobs)
-            return result | {"alive": box.worker is not None, "call": box.calls}, queue_time
+            return result | {"alive": box.worker is not None}, queue_time
 
     async def seal(
         self, box_id: str, request: dict[str, Any], *, queue_timeout_s: float
@@ -112,7 +110,7 @@ class Boxes(Sessions):
         """Kill all processes of a box, then read its files (`request.SealBoxRequest`).
 
         Returns:
-            ({missing, dropped, strays, left_behind, lost: why, if the box was lost, else ""}; a tar.gz, empty if lost).
+            ({dropped, strays, lost: why, if the box was lost, else ""}; a tar.gz, empty if lost).
         """
         async with self._turn(box_id, queue_timeout_s, begin=False) as (box, _):
             if box.is_sealed:
@@ -122,9 +120,7 @@ class Boxes(Sessions):
             try:
                 answer, archive = await self._ask(box, wanted, ARCHIVE_S)
             except LostBoxError as exc:
-                nothing = {"missing": request["paths"], "dropped": {}, "strays": [], "left_behind": 0}
-                return nothing | {"lost": str(exc)}, bytearray()
-            del answer["bytes"]
+                return {"dropped": {}, "strays": [], "lost": str(exc)}, bytearray()
             return answer | {"lost": ""}, archive
 
     async def _ask(

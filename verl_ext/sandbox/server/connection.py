@@ -102,7 +102,7 @@ class Worker:
             answer = await self._receive_message()
             if "error" in answer:
                 raise WorkerFailedError(answer["error"], by_program=answer["lost"])
-            await self._receive_up_to(answer["bytes"])
+            await self._receive_up_to(answer.pop("bytes"))
             received, self._received = self._received, bytearray()
             return answer, received
         finally:

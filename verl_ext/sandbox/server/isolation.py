@@ -259,7 +259,7 @@ class Isolation:
         if self.layers & {"namespaces", "uid"}:  # else it would count processes that are not ours
             limit(resource.RLIMIT_NPROC, MAX_TASKS)
         if "namespaces" in self.layers and "seccomp" not in self.layers:
-            namespaces.new_ipc()
+            namespaces.unshare(namespaces.CLONE_NEWIPC)
         set_no_new_privs()
         drop_capabilities()
         prctl(PR_SET_DUMPABLE, int(is_readable), 0, 0, 0)  # 1 also lets it read its own /proc/self

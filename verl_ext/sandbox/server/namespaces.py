@@ -120,11 +120,6 @@ def enter_namespaces() -> None:
     check(libc.sethostname(b"sandbox", 7), "sethostname")
 
 
-def new_ipc() -> None:
-    """Enter an IPC namespace that only this process has."""
-    unshare(CLONE_NEWIPC)
-
-
 def open_process_ids() -> int:
     """Open this process namespace's id counter for writing; return -1 if that is refused. Call before `mount_proc`."""
     try:

@@ -60,8 +60,14 @@ class Pool:
         )
         self.waiting = self.running = 0  # requests
         self._slots = asyncio.Semaphore(workers)
-        self._is_isolated = isolation != "none"
+        self._allow_subprocess = allow_subprocess
         self._losses: dict[bytes, int] = {}  # in a row, of programs by hash, the newest last
+
+    @property
+    def _is_isolated(self) -> bool:
+        """Return whether no program can kill the worker of another."""
+        layers = self.workers.layers
+        return bool({"namespaces", "uid"} & {*layers}) or ("seccomp" in layers and not self._allow_subprocess)
 
     async def close(self) -> None:
         """Stop all processes, and remove all files."""

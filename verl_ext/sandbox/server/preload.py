@@ -17,8 +17,6 @@ from typing import Any
 HUGE_PAGE = 2 << 20  # bytes, on x86_64 and on aarch64 with pages of 4 KiB
 MADV_COLLAPSE, MAP_TYPE = 25, 0x0F  # linux/mman.h
 CODE = {
-    "math": "",
-    "random": "",
     "numpy": """
 import numpy.linalg, numpy.random
 numpy.linalg.inv(numpy.eye(8) * 2) @ numpy.ones((8, 8))

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, PlainValidator
 
 from verl_ext.sandbox.limits import MAX_TIMEOUT_S
-from verl_ext.sandbox.server.archive import is_inside
+from verl_ext.sandbox.server.archive import MAX_PATH_BYTES, is_inside
 from verl_ext.sandbox.server.box_isolation import FOLDERS
 from verl_ext.sandbox.server.disk import MAX_DEPTH
 from verl_ext.sandbox.server.folders import MAX_FETCH_BYTES, SCRIPT, STDIN
 from verl_ext.sandbox.server.namespaces import HOME_INODES
 
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
+MAX_NAME_BYTES = 255  # NAME_MAX of Linux
 MAX_INPUT_INODES = HOME_INODES // 2  # files and folders that `files` makes; the program may make as many more
 MAX_RENEWED = 8192  # ids of sessions in one request
 MAX_FETCHED = 200  # names in `fetch_files`: the worker has all the files open at once (worker.MAX_OPEN_FILES)

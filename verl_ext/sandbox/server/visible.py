@@ -1,6 +1,7 @@
 """List the machine's files that programs may read, and check that no folder that they must not see is among them."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 
@@ -34,7 +35,7 @@ def find_exposed(hidden: Iterable[str]) -> tuple[str, str] | None:
     """
     readable = {path: os.path.realpath(path) for path in readable_paths(in_box=True)}
     mounts = [path for path in _mount_points() if any(_is_below(path, real) for real in readable.values())]
-    mounted = {_identity(path): path for path in mounts} if mounts else {}
+    mounted = {identity: path for path in mounts if (identity := _identity(path))}
     for folder in hidden:
         real = os.path.realpath(folder)
         for path, target in readable.items():
@@ -49,7 +50,8 @@ def find_exposed(hidden: Iterable[str]) -> tuple[str, str] | None:
                 related += [entry.path for entry in os.scandir(real) if entry.is_dir(follow_symlinks=False)]
             for path in related:
                 # a mount that a readable path itself is on shows nothing else
-                if (there := mounted.get(_identity(path))) and not _is_below(path, there):
+                identity = _identity(path)
+                if identity and (there := mounted.get(identity)) and not _is_below(path, there):
                     return folder, there
     return None
 
@@ -68,8 +70,9 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 def _mount_points() -> list[str]:
     try:
-        with open("/proc/self/mountinfo") as file:
+        with open("/proc/self/mountinfo", "rb") as file:
             # A space, a tab, a line end and a backslash are written as octal numbers.
-            return [line.split()[4].encode().decode("unicode_escape") for line in file]
+            points = [re.sub(rb"\\(\d{3})", lambda found: bytes([int(found[1], 8)]), line.split()[4]) for line in file]
+            return [os.fsdecode(point) for point in points]
     except OSError:
         return []

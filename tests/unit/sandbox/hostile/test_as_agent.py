@@ -153,5 +153,14 @@ async def test_program_that_cannot_be_confined_does_not_run(boxes):
     assert "could not be confined" in result.stderr
 
 
+async def test_command_line_that_is_too_long_is_refused_and_not_cut(boxes):
+    """The worker reads 1 MiB of it, and the kernel takes 2 MiB."""
+    words = "word=$(printf %0100000d 0); for n in 10 11; do as-agent echo $(yes $word | head -n $n) | wc -c; "
+    async with attack(boxes, FILES) as box:
+        result = await box.run(words + "echo ${PIPESTATUS[0]}; done")
+    assert result.stdout.split() == ["1000010", "0", "0", "125"], result
+    assert result.stderr == "as-agent: could not be confined: Argument list too long\n"
+
+
 def _quoted(command: str) -> str:
     return command.replace("'", "'\\''")

@@ -1,5 +1,6 @@
 """Archives go into a folder and come out of it: here a temporary one, in the place of a box's root."""
 
+import gzip
 import io
 import os
 import tarfile
@@ -8,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sandbox.boxes import packed, unpacked
-from verl_ext.sandbox.server.archive import MAX_NAMED, ArchiveError, Pack, find_planted, leads_inside, unpack
+from verl_ext.sandbox.server.archive import (
+    MAX_NAMED,
+    MAX_TIME,
+    ArchiveError,
+    Pack,
+    find_planted,
+    leads_inside,
+    unpack,
+)
 
 FOLDERS = ("/app", "/tests")
 
@@ -45,6 +54,12 @@ def test_files_folders_and_links_arrive_with_their_modes(root):
     assert (root / "tests/x/y").read_text() == "2"
 
 
+@pytest.mark.parametrize("time", [str(2**63), "inf", "-1"])
+def test_a_time_that_no_disk_keeps_is_replaced(root, time):
+    names = put(root, {"a": header("app/a", tarfile.REGTYPE, pax_headers={"mtime": time})})
+    assert names == ["/app/a"] and 0 <= (root / "app/a").stat().st_mtime <= MAX_TIME
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [
@@ -70,7 +85,8 @@ def test_what_leads_out_or_is_no_file_is_refused(root, files, why):
 
 
 def test_what_is_no_archive_is_refused(root):
-    for content in (b"", b"no archive", packed({"app/a": b"x" * 9999})[:-50]):
+    name = header("x", tarfile.GNUTYPE_LONGNAME, size=1).tobuf(tarfile.GNU_FORMAT) + bytes(512)  # of what follows
+    for content in (b"", b"no archive", packed({"app/a": b"x" * 9999})[:-50], gzip.compress(name * 5000)):
         with pytest.raises(ArchiveError, match=r"tar\.gz"):
             unpack(io.BytesIO(content), str(root), FOLDERS)
 
@@ -109,7 +125,7 @@ def test_declared_paths_are_packed_once_and_others_are_not(root):
     put(root, {"app/a": "1", "app/d/b": "2", "tests/t": "3"})
     report, files = pack(root, ["/app/d/b", "/app/d", "/app/a", "/app/none", "/tests/t/x"])
     assert files == {"app/a": b"1", "app/d": None, "app/d/b": b"2"}
-    assert report.missing == ["/app/none"] and list(report.dropped) == ["/tests/t/x"]
+    assert list(report.dropped) == ["/tests/t/x"]  # not what is not there
 
 
 def test_limit_counts_contents_and_headers_together(root):

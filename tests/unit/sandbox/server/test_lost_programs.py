@@ -24,6 +24,7 @@ from tests.unit.sandbox.server.test_pool import (
     workers,
     zygote,
 )
+from verl_ext.sandbox.limits import LOSSES_WITHOUT_ISOLATION
 from verl_ext.sandbox.server import connection
 from verl_ext.sandbox.server import pool as pool_module
 from verl_ext.sandbox.server import workers as workers_module
@@ -276,6 +277,18 @@ async def test_without_isolation_no_program_is_blamed_for_its_first_losses_nor_a
             well.unlink()
     finally:
         await pool.close()
+
+
+async def test_where_landlock_alone_holds_no_program_is_blamed_for_its_first_losses(pool):
+    """Before Linux 6.12, any program of the same user may kill its worker there."""
+    for losses in range(1, LOSSES_WITHOUT_ISOLATION + 1):
+        task, worker = await begin(pool)
+        pool.workers.layers = ["rlimits", "landlock"]  # as the newest worker reported
+        worker.kill()
+        if losses < LOSSES_WITHOUT_ISOLATION:
+            with pytest.raises(LostProgramError, match="died"):
+                await task
+    assert "died with it, 4 times" in (await task)["stderr"]
 
 
 async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):

@@ -49,24 +49,45 @@ def test_first_exposed_folder_is_named(readable, tmp_path):
     assert visible.find_exposed([str(tmp_path), str(readable / "data")]) == (str(readable / "data"), str(readable))
 
 
-@needs_root
-@pytest.mark.parametrize("mounted", ["repository", "repository/data", "."])
-def test_folder_that_is_mounted_below_a_readable_one_is_exposed(tmp_path, mounted):
-    code = f"""
+def run_with_mounts(folder: Path, code: str) -> None:
+    """Run code that mounts what it likes, in a process of its own; `readable` is all that programs may read."""
+    start = f"""
 import os, sys
 from verl_ext.sandbox.server import namespaces as n
 from verl_ext.sandbox.server import visible
 n.unshare(n.CLONE_NEWNS)
 n.mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
-readable, hidden = {str(tmp_path)!r} + "/lib", {str(tmp_path)!r} + "/work/repository"
-os.makedirs(readable + "/a b"), os.makedirs(hidden + "/data")
+readable, hidden = {str(folder)!r} + "/lib", {str(folder)!r} + "/work/repository"
+os.makedirs(readable), os.makedirs(hidden + "/data")
 visible.readable_paths = lambda **_: [readable]
-assert visible.find_exposed([hidden]) is None
-n.mount({str(tmp_path)!r} + "/work/" + {mounted!r}, readable + "/a b", None, n.MS_BIND)
-print(visible.find_exposed([hidden]) == (hidden, readable + "/a b"))
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (run.stdout, run.stderr) == ("True\n", "")
+    command = [sys.executable, "-c", start + code]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@needs_root
+@pytest.mark.parametrize(("mounted", "point"), [("repository", "a b"), ("repository/data", "é"), (".", "\\040")])
+def test_folder_that_is_mounted_below_a_readable_one_is_exposed(tmp_path, mounted, point):
+    code = f"""
+assert visible.find_exposed([hidden]) is None
+os.mkdir(point := readable + "/" + {point!r})
+n.mount(hidden + "/../" + {mounted!r}, point, None, n.MS_BIND)
+assert visible.find_exposed([hidden]) == (hidden, point)
+"""
+    run_with_mounts(tmp_path, code)
+
+
+@needs_root
+def test_folder_that_does_not_exist_is_not_taken_for_a_mount_that_is_covered(tmp_path):
+    code = """
+os.makedirs(readable + "/covered/point")
+n.mount(hidden, readable + "/covered/point", None, n.MS_BIND)
+n.mount("tmpfs", readable + "/covered", "tmpfs", 0)
+assert not os.path.exists(readable + "/covered/point")
+assert visible.find_exposed([hidden + "/nothing"]) is None
+"""
+    run_with_mounts(tmp_path, code)
 
 
 def start(python: str, checkout: Path, **environment: str) -> subprocess.CompletedProcess:
