@@ -87,7 +87,6 @@ class CallResult:
     run_s: float = 0.0
     attempts: int = 1
     replays: int = 0  # of all earlier calls, because the server of a notebook was lost
-    reward: float | None = None
     stdout: str | None = None
     stderr: str | None = None
     exit_code: int | None = None

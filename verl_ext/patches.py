@@ -172,6 +172,9 @@ TABLE: dict[str, list[Patch]] = {
         replaced(f"{MONKEY}._flash_attention_forward", "in a simulation: sizes only", "d0047dfb"),
         replaced("torch.optim.adam._get_value", "in a simulation: a step has no number", "ba6f3012"),
     ],
+    "verl_ext/rollout/base.py": [
+        overridden(f"{LOOPS}.AgentLoopBase._cap_text_prompt_length", "it cuts off the beginning", "781a04df"),
+    ],
     "verl_ext/rollout/client.py": [
         overridden(f"{CLIENT}.LLMServerClient._acquire_server", "notes the server, or keeps one", "5491c094"),
         overridden(f"{CLIENT}.LLMServerClient._release_server", "one server needs no router", "efa53e5c"),

@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--sandbox", metavar="URL", help="a sandbox server (default: $SANDBOX_URL, or a new one)")
         command.add_argument("--parallel", type=int, default=4 * (os.cpu_count() or 1), help="rows at once")
     arguments = parser.parse_args(argv)
+    limit = getattr(arguments, "limit", None)
+    if arguments.parallel < 1 or (limit is not None and limit < 1):
+        parser.error("--parallel and --limit: expected at least 1")
     try:
         with _sandbox(arguments.sandbox) as url:
             return _validate(arguments, url) if arguments.command == "validate" else _reverify(arguments, url)

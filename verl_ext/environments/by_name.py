@@ -22,8 +22,7 @@ from verl_ext.environments.toolbox import Toolbox
 from verl_ext.episode import CallResult, Episode, Score
 from verl_ext.protocols.base import Call
 from verl_ext.protocols.tool_schemas import schemas_of
-from verl_ext.settings import Domain
-from verl_ext.settings.domains import of_whole_run, read_domains
+from verl_ext.settings.domains import RunDomain, of_whole_run, read_domains
 from verl_ext.settings.objects import load_object
 
 
@@ -65,11 +64,8 @@ def shown_tools(config: Any, tools: Sequence[Any]) -> dict[str | None, tuple[str
     Raises:
         ValueError: as `Environments`.
     """
-    ways: dict[str | None, Domain] = {None: of_whole_run(config), **read_domains(config)}
-    return {
-        name: (way.protocol or config.retool.protocol, Environments(way.environment, config, tools).schemas)
-        for name, way in ways.items()
-    }
+    ways: dict[str | None, RunDomain] = {None: of_whole_run(config), **read_domains(config)}
+    return {name: (way.protocol, Environments(way.environment, config, tools).schemas) for name, way in ways.items()}
 
 
 class Combined(Environment):

@@ -43,7 +43,7 @@ class Interpreter:
             stderr = f"{stderr.rstrip()} {RESTARTED}".lstrip()
         return CallResult(
             output=format_output(result.stdout, stderr, traceback=self.traceback),
-            error=None if result.status == "ok" and not result.session_ended else error_of(result),
+            error=None if result.status == "ok" and not result.session_ended else error_kind(result),
             queue_s=result.queue_s,
             run_s=result.run_s,
             attempts=result.attempts,
@@ -78,18 +78,13 @@ def require_setup(result: RunResult) -> None:
         raise ValueError(f"extra_info.setup_code of the row fails in the sandbox: {': '.join(lines)}. Correct the row.")
 
 
-def error_of(result: RunResult) -> str:
-    """Return `error_kind` of a program that failed."""
-    return error_kind(result.status, result.stderr, result.return_code)
-
-
-def error_kind(status: str, stderr: str, return_code: int | None) -> str:
+def error_kind(result: RunResult) -> str:
     """Return how a program failed: "timeout", "killed", the name of one of Python's own exceptions, or "other"."""
-    if status == "timeout":
+    if result.status == "timeout":
         return "timeout"
-    if return_code is not None and return_code < 0:
+    if result.return_code is not None and result.return_code < 0:
         return "killed"
-    lines = stderr.strip().splitlines()
+    lines = result.stderr.strip().splitlines()
     name = match.group() if lines and (match := _EXCEPTION.match(lines[-1])) else ""
     known = getattr(builtins, name, None)
     return name if isinstance(known, type) and issubclass(known, BaseException) else "other"

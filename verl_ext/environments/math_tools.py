@@ -136,5 +136,5 @@ class MathTools(Environment):
                 "its server, or raise retool.sandbox.memory_limit_mb if memory ran out."
             )
         said = format_output(result.stdout, result.error_text(limits["timeout_s"]), traceback="last_line")
-        kind = None if result.status == "ok" else error_kind(result.status, result.stderr, result.return_code)
+        kind = None if result.status == "ok" else error_kind(result)
         return CallResult(said, kind, queue_s=result.queue_s, run_s=result.run_s, attempts=result.attempts)

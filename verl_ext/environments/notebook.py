@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from verl_ext.environments.interpreter import Interpreter, error_of, require_setup
+from verl_ext.environments.interpreter import Interpreter, error_kind, require_setup
 from verl_ext.episode import CallResult
 from verl_ext.protocols.base import Call
 from verl_ext.sandbox.result import RunResult
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, code: str, result: RunResult) -> "Cell":
-        return cls(code, result.status, error_of(result), result.stdout)
+        return cls(code, result.status, error_kind(result), result.stdout)
 
 
 class Notebook(Interpreter):

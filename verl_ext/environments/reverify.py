@@ -91,7 +91,10 @@ class Reverifier:
         finally:
             await environment.close()
         verifier = self._verifiers.find(row["data_source"], row["ability"])
-        said = "\n".join(turn["text"].removesuffix(turn["end"] or "") for turn in record["turns"] if is_models(turn))
+        turns = [turn for turn in record["turns"] if turn["role"] == "model"]
+        row_of = [turn.get("row") or 0 for turn in turns]
+        last = [turn for turn, number in zip(turns, row_of, strict=True) if number == max(row_of)]  # as in training
+        said = "\n".join(turn["text"].removesuffix(turn["end"] or "") for turn in last)
         return await verify_response(verifier, said, row["reward_model"]["ground_truth"], row)
 
 
@@ -116,10 +119,6 @@ def task_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "reward_model": {"ground_truth": task.pop("ground_truth", record["ground_truth"])},
         **task,
     }
-
-
-def is_models(turn: Mapping[str, Any]) -> bool:
-    return turn["role"] == "model"
 
 
 def _scores_itself(environment: Environment) -> bool:

@@ -31,17 +31,28 @@ async def begin(function: Callable, *args: Any, **kwargs: Any) -> asyncio.Future
             await slots.acquire()
     except TimeoutError as error:
         raise ToolUnavailable(f"all {THREADS} threads for tools are taken by calls that do not end") from error
-    running, context = loop.create_future(), contextvars.copy_context()
+    context = contextvars.copy_context()
+    return in_thread(functools.partial(context.run, function, *args, **kwargs), then=slots.release)
+
+
+def in_thread(work: Callable[[], Any], then: Callable[[], None] = lambda: None) -> asyncio.Future:
+    """Return what a function will return in a thread of its own, which a cancelled future does not stop.
+
+    Args:
+        then: called in the event loop when it has ended.
+    """
+    loop = asyncio.get_running_loop()
+    running = loop.create_future()
     running.add_done_callback(lambda future: future.cancelled() or future.exception())  # perhaps nobody waits for it
 
     def end(tell: Callable[[Any], None], said: Any) -> None:
-        slots.release()
+        then()
         if not running.done():
             tell(said)
 
     def run() -> None:
         try:
-            outcome = running.set_result, context.run(function, *args, **kwargs)
+            outcome = running.set_result, work()
         except BaseException as error:  # of whoever wrote it
             outcome = running.set_exception, as_exception(error)
         with suppress(RuntimeError):  # the loop was closed meanwhile

@@ -36,7 +36,12 @@ from verl_ext.outcome import Fault
 
 _TRY_AGAIN = (408, 425, 429)  # HTTP status, besides 5xx
 # Of HTTP clients that a tool may have imported. Their other errors of that base are the infrastructure's.
-_CLIENT_ERRORS = (("httpx", "HTTPError"), ("requests", "RequestException"), ("urllib3.exceptions", "HTTPError"))
+_CLIENT_ERRORS = (
+    ("httpx", "HTTPError"),
+    ("requests", "RequestException"),
+    ("urllib3.exceptions", "HTTPError"),
+    ("urllib.error", "URLError"),
+)
 _BAD_ADDRESSES = (
     ("httpx", "InvalidURL"),
     ("httpx", "UnsupportedProtocol"),
@@ -79,7 +84,7 @@ def who_is_at_fault(error: Exception, arguments: Mapping[str, Any], *, is_last: 
     if isinstance(error, (aiohttp.InvalidURL, *_imported(_BAD_ADDRESSES))):
         return Fault.OURS
     of_client = isinstance(error, aiohttp.ClientError | http.client.HTTPException)
-    if of_client or isinstance(error, _imported(_CLIENT_ERRORS)) or _is_of_urllib(error):
+    if of_client or isinstance(error, _imported(_CLIENT_ERRORS)):
         return _fault_of_request(error, arguments, is_last)
     if isinstance(error, OSError):  # ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError, ...
         return _fault_of_file(error, arguments) if _is_of_file(error) else _fault_of_request(error, arguments, is_last)
@@ -150,10 +155,6 @@ def _imported(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
     """Return the classes whose modules this process has already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(each for each in found if isinstance(each, type))
-
-
-def _is_of_urllib(error: Exception) -> bool:
-    return isinstance(error, _imported((("urllib.error", "URLError"),)))
 
 
 def _status(error: Exception) -> int | None:

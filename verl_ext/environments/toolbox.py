@@ -108,13 +108,13 @@ class ToolEnvironment(Environment):
             async with self._busy.get(call.tool) or nullcontext():
                 attempts = 1 if call.tool in self._instances else TOOL_ATTEMPTS  # an instance may have a state
                 said = partial(self._say, call)
-                response, reward = await self._attempts(call.tool, call.arguments, said, tried, attempts)
+                response = await self._attempts(call.tool, call.arguments, said, tried, attempts)
         except ToolUnavailable as error:
             return CallResult("", failure=str(error), attempts=len(tried))
         except _ToldError as error:
             return CallResult(str(error), error=error.kind, run_s=time.perf_counter() - started, attempts=len(tried))
         text = format_output(response.text, "")
-        return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=len(tried))
+        return CallResult(text, run_s=time.perf_counter() - started, attempts=len(tried))
 
     @property
     def is_stateless(self) -> bool:
@@ -185,8 +185,8 @@ class ToolEnvironment(Environment):
                 raise
             raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
 
-    async def _say(self, call: Call) -> tuple[ToolResponse, float | None]:
-        """Return what the tool says, and its reward.
+    async def _say(self, call: Call) -> ToolResponse:
+        """Return what the tool says.
 
         Raises:
             TypeError: the tool answered with None, or without text: what its backend said is lost.
@@ -197,15 +197,15 @@ class ToolEnvironment(Environment):
             said = await tool.call(call.arguments)
             if said is None or (isinstance(said, tuple) and said[:1] == (None,)):  # verl would show the text "None"
                 raise TypeError(f"The tool {call.tool!r} returned {said!r}: expected text.")
-            response, reward, _ = normalize_function_tool_return(said)
+            response, *_ = normalize_function_tool_return(said)
         else:
             _, instance = self._instances[call.tool]
-            response, reward, _ = await tool.execute(instance, call.arguments, agent_data=self._agent)
+            response, *_ = await tool.execute(instance, call.arguments, agent_data=self._agent)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
         if response.text is None:
             raise TypeError(f"The tool {call.tool!r} answered without text: expected text, or an empty string.")
-        return response, reward
+        return response
 
 
 class _ToldError(ToolError):

@@ -28,8 +28,7 @@ class CodeProtocol:
     call_ends_turn = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, template_kwargs: Mapping[str, Any] | None = None):
-        self._user_turn = ChatReply(tokenizer, "user", template_kwargs)
-        self.user_reply = self._user_turn.render
+        self.user_reply = ChatReply(tokenizer, "user", template_kwargs).render
 
     def prompt(self, messages: Sequence[dict]) -> list[dict]:
         return [*messages]
@@ -77,7 +76,7 @@ class CodeProtocol:
         (output,) = outputs
         before, after = "\n<interpreter>\n", "\n</interpreter>\n"
         if ended:
-            turn_start, _, turn_end = self._user_turn.render([""])
+            turn_start, _, turn_end = self.user_reply([""])
             before, after = turn_start + before.lstrip(), after.rstrip() + turn_end
         return [before, output, after]
 

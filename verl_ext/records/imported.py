@@ -15,7 +15,7 @@ from verl_ext.outcome import INFRASTRUCTURE_FAILURES, UNVERIFIED, Fault, Rollout
 from verl_ext.records import store
 from verl_ext.records.blocks import BLOCK, ERROR, code_of
 from verl_ext.records.problem import canonical
-from verl_ext.records.trajectories import text_of
+from verl_ext.records.trajectories import VERDICT_KEYS, text_of
 from verl_ext.runs import jsonl
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with all of objectives/shaping.py's tool bonus
@@ -121,13 +121,10 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "score": None if judged is None else score,
         "acc": None if judged is None else float(judged),
         "reward_parts": json.dumps({name: row[name] for name in row if name not in _COLUMNS}, default=str),
-        "verdict": {name: row.get(key) or None for name, key in _VERDICT},
+        "verdict": {name: row.get(key) or None for name, key in VERDICT_KEYS},
         "trained_step": None if validate else row.get("step"),
         "model_tokens": min(int(row["response_tokens"]), 2**31 - 1) if "response_tokens" in row else None,
     }
-
-
-_VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
 
 
 def _turns_and_calls(output: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -47,8 +47,9 @@ def canonical(value: Any) -> str:
     """Return a value as text: a text as it is, anything else as JSON with its keys in order."""
     if isinstance(value, str):
         return value
-    return json.dumps(value, sort_keys=True, default=_plain)
+    return json.dumps(value, sort_keys=True, default=as_plain)
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
+    """Return what JSON can hold in place of a value of numpy, or of any other type; for `json.dumps`."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

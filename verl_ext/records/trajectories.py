@@ -76,7 +76,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
         "score": _number(reward.score) if is_judged else None,
         "acc": _number(info.get("acc")) if is_judged else None,
         "reward_parts": _json(info),
-        "verdict": {name: text_of(info.get(key) or None) for name, key in _VERDICT},
+        "verdict": {name: text_of(info.get(key) or None) for name, key in VERDICT_KEYS},
         "response_tokens": sum(turn["tokens"] for turn in turns),
         "model_tokens": sum(turn["tokens"] for turn in turns if turn["role"] == "model"),
         "timings": times,
@@ -100,7 +100,7 @@ def _exception(episode: Episode, calls: Sequence[Row]) -> str | None:
 
 _ENDS = {str(end): end for end in RolloutEnd}
 _encode = msgspec.json.Encoder(enc_hook=lambda value: value.item() if hasattr(value, "item") else str(value)).encode
-_VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
+VERDICT_KEYS = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
 _OF_TURN = ("text", "end", "tokens", "start", "server", "started_s", "generate_s", "row", "fork")
 
 

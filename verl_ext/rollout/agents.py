@@ -31,7 +31,7 @@ from verl_ext.gateway.template import Template
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.protocols.base import ERROR_TOKENS, Call, MalformedCall, SegmentEncoder, cut_reply, decoded
 from verl_ext.protocols.call_json import short, what_is_wrong
-from verl_ext.records.problem import canonical, id_of
+from verl_ext.records.problem import as_plain, id_of
 from verl_ext.rollout.agent_turns import turns_of
 from verl_ext.rollout.base import EpisodeLoop
 from verl_ext.rollout.lives import Life
@@ -166,6 +166,7 @@ class AgentLoop(EpisodeLoop):
                     await asyncio.wait([agent])
             if not self._is_lost(run, endpoint, session, agent, is_late):
                 return session, *self._end(run, endpoint, session, agent, is_late)
+            run.errors.clear()
 
     async def _start(self) -> None:
         if self._starting is None:
@@ -189,8 +190,9 @@ class AgentLoop(EpisodeLoop):
             spent.cancel()
 
     def _is_lost(self, run: _Run, endpoint: Endpoint, session: Session, agent: asyncio.Future, is_late: bool) -> bool:
-        """Return whether an agent from outside has gone with its task, before the model had answered it."""
-        is_over = run.end.done() or any(node.delivered for node in session.nodes)
+        """Return whether an agent from outside has gone with its task, before the model had answered it, and before it
+        could change the environment."""
+        is_over = run.end.done() or run.called or any(node.delivered for node in session.nodes)
         if is_over or not isinstance(self.starter, OutsideStarter):
             return False
         has_gone = not agent.cancelled() and isinstance(agent.exception(), NotTaken)
@@ -219,6 +221,8 @@ class AgentLoop(EpisodeLoop):
         answered = [node for node in session.nodes if node.delivered]
         if run.end.done() and (answered or run.end.result() in INFRASTRUCTURE_FAILURES):
             return run.end.result(), None
+        if is_late and not answered and run.called and isinstance(self.starter, OutsideStarter):
+            return RolloutEnd.ABORTED, "an agent from outside called tools, and then asked the model nothing"
         if not answered:
             raise AgentFailed(self._why_without_answer(run, session, crash, is_late))
         if is_late:
@@ -386,4 +390,4 @@ def task_of(row: Mapping[str, Any], messages: list[dict], tools: Mapping[str, di
         "data_source": row.get("data_source"),
         "agent": info.get("agent"),
     }
-    return json.loads(canonical(told))
+    return json.loads(json.dumps(told, default=as_plain))  # in its order: a chat template writes tools as they come

@@ -105,6 +105,15 @@ class EpisodeLoop(AgentLoopBase):
     async def aclose(self) -> None:
         """Release what outlives an episode."""
 
+    def _cap_text_prompt_length(self, prompt_ids: list[int]) -> list[int]:
+        """Refuse a prompt of which verl would cut off the beginning, where system prompt and tools stand."""
+        if len(prompt_ids) > (limit := self.rollout_config.prompt_length):
+            raise RuntimeError(  # no ValueError, which is the chat template's
+                f"What an environment opens with makes a prompt of {len(prompt_ids)} tokens, above data."
+                f"max_prompt_length={limit}. Raise that, or let the environment say less."
+            )
+        return prompt_ids
+
     def request_params(self, sampling_params: Mapping[str, Any], *names: object) -> dict[str, Any]:
         """Return the parameters of one request.
 

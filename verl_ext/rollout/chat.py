@@ -11,8 +11,6 @@ A system prompt explains the protocol by an example. It is no part of the record
 """
 
 import asyncio
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -31,9 +29,6 @@ from verl_ext.rollout.stops import end_id
 from verl_ext.rollout.talk import Answer, Talk
 from verl_ext.rollout.ways import Way
 from verl_ext.usage import USAGE, Usage
-
-logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 _CONTENT_FILTER = "content_filter"
 _NUMBERS = "one two three four five six seven"

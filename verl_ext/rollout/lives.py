@@ -65,7 +65,7 @@ class Life:
                     tools = {name: self._shown(name, schema) for name, schema in opening.tools.items()}
                     self.opening = Opening(opening.messages, tools)
                 except ToolUnavailable as error:
-                    self.opening, self.failure = Opening(list(task["raw_prompt"]), {}), str(error)
+                    self.opening, self.failure = Opening(list(task["raw_prompt"]), dict(self._schemas)), str(error)
                     if attempt < ATTEMPTS:
                         continue
                 yield self

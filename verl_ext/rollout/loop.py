@@ -213,12 +213,6 @@ class RetoolAgentLoop(EpisodeLoop):
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
             return RolloutEnd.SANDBOX_FAILURE
-        if life.is_over_time:
-            return RolloutEnd.TIMEOUT
-        if ends := next((result.ends for result in results if result.ends), None):
-            for call, result in zip(to_run, results, strict=True):
-                rollout.counts.add(call, result.error)
-            return ends
         if to_run and use.first_call_token is None:
             start, end = rollout.row.model_spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
@@ -233,6 +227,10 @@ class RetoolAgentLoop(EpisodeLoop):
             rollout.counts.add(call, result.error)
             texts.append(_encodable(result.output))
             errors.append(_encodable(result.complaint))
+        if life.is_over_time:
+            return RolloutEnd.TIMEOUT
+        if ends := next((result.ends for result in results if result.ends), None):
+            return ends
         reply, text, shown = self._encode_reply(way, texts, errors, ended, rollout.room - answer_tokens)
         if reply is None:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS

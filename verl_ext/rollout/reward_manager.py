@@ -7,21 +7,19 @@ In a YAML (the settings under `reward_kwargs` are those of reward/options.py):
         {source: importlib, name: RetoolRewardManager, module: {path: pkg://verl_ext.rollout.reward_manager}}
       reward_kwargs: {max_resp_len: 16384, overlong_buffer_cfg: {enable: true, len: 4096}}
 
-It is also registered as "retool", for processes that have imported this module. Written for verl 0.9.1.
+Written for verl 0.9.1.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from verl import DataProto
-from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.episode import Episode, EpisodeKey, Reward, from_row
 from verl_ext.reward.rewarder import Rewarder
 
 
-@register("retool")
 class RetoolRewardManager(RewardManagerBase):
     """verl's arguments, and `Rewarder`'s rewards."""
 

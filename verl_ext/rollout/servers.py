@@ -208,7 +208,7 @@ class OpenAiServer:
             ServerRefused: the server does not serve `model`.
             ServerFailure: it does not answer.
         """
-        served = (await self._request("/models"))["data"]
+        served = (await ask(self._endpoint, "/models"))["data"]
         chosen = next((each for each in served if self.model in ("", each["id"])), None)
         if chosen is None:
             names = ", ".join(each["id"] for each in served)
@@ -278,13 +278,10 @@ class OpenAiServer:
         return [*self._tokenizer.encode(text, add_special_tokens=False), end_id(self._tokenizer)]
 
     async def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
-        choice = (await self._request("/completions", request))["choices"][0]
+        choice = (await ask(self._endpoint, "/completions", request))["choices"][0]
         if (reason := choice.get("finish_reason")) in FAILED_STOPS:
             raise ServerFailure(f"{self.url} ended the request with {reason!r}")
         return choice
-
-    async def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await ask(self._endpoint, path, body)
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
+from verl_ext.environments.threads import in_thread
 from verl_ext.episode import CallResult
 from verl_ext.settings.objects import load_object
 
@@ -146,7 +147,7 @@ class FunctionStarter:
         if self._is_coroutine:
             running = asyncio.ensure_future(_without_exit(self._agent(task, AgentEndpoint(endpoint))))
         else:
-            running = in_thread(self._agent, task, ThreadEndpoint(endpoint, loop))
+            running = in_thread(functools.partial(self._agent, task, ThreadEndpoint(endpoint, loop)))
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
         try:
             await asyncio.wait([running])
@@ -193,28 +194,6 @@ def _shown(error: BaseException) -> str:
     while frames and frames[0].filename == __file__:
         frames.pop(0)
     return "".join([*traceback.format_list(frames[-_SCRIPT_FRAMES:]), *traceback.format_exception_only(error)]).strip()
-
-
-def in_thread(function: Callable, *args: Any) -> asyncio.Future:
-    """Return what a function will return in a thread of its own, which a cancelled future does not stop."""
-    loop = asyncio.get_running_loop()
-    running = loop.create_future()
-
-    def tell(setter: Callable[[Any], None], said: Any) -> None:
-        if not running.done():
-            setter(said)
-
-    def run() -> None:
-        try:
-            outcome = running.set_result, function(*args)
-        except BaseException as error:  # of whoever wrote it; `exit` ends the agent, not the worker
-            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            outcome = running.set_exception, error if is_plain else RuntimeError(f"it raised {error!r}")
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(tell, *outcome)
-
-    threading.Thread(target=run, daemon=True).start()
-    return running
 
 
 class CommandStarter:

@@ -5,6 +5,7 @@ import builtins
 import pytest
 
 from verl_ext.environments.interpreter import error_kind
+from verl_ext.sandbox.result import RunResult
 
 
 @pytest.mark.parametrize(
@@ -21,5 +22,5 @@ from verl_ext.environments.interpreter import error_kind
     ],
 )
 def test_error_kinds_are_few_and_known(status, stderr, return_code, kind):
-    assert error_kind(status, stderr, return_code) == kind
+    assert error_kind(RunResult(status, "", stderr, return_code, 0.0, 0.0, 1, "")) == kind
     assert kind in ("other", "killed", "timeout") or issubclass(getattr(builtins, kind), BaseException)

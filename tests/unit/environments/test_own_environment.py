@@ -37,14 +37,19 @@ class Stack(Environment):
             time.sleep(0.5)
         self.items.append(item)
         return str(len(self.items))
+
+class Closed(Stack):
+    async def open(self, task):
+        raise ToolUnavailable("the store has not opened")
 '''
 
 
 @pytest.fixture
-def stack(roll_out, tokenizer, tmp_path):
+def stack(roll_out, tokenizer, tmp_path, monkeypatch):
     """Roll out in the environment of a user's file."""
     file = tmp_path / "stack.py"
     file.write_text(STACK)
+    monkeypatch.setattr("verl_ext.rollout.lives.RETRY_PAUSE_S", 0.01)
 
     def run(*turns: str, entry: Any = "STACK", **settings: Any) -> Any:
         ids = [tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] for text in turns]
@@ -86,6 +91,19 @@ def test_a_failure_of_an_environments_backend_is_the_infrastructures_and_a_bug_i
     assert episode.finish_reason == "sandbox_failure"
     with pytest.raises(TypeError, match="Stack.push returned None"):
         stack(push(13))
+
+
+def test_an_environment_that_cannot_be_opened_is_the_infrastructures_whatever_tools_the_row_selects(stack):
+    row = {"extra_info": {"tool_selection": ["push"]}}
+    episode, _, server = stack(push(1), entry=stack.entry.replace(":Stack", ":Closed"), prompt=row)
+    assert (episode.finish_reason, episode.exception) == ("sandbox_failure", "the store has not opened")
+    assert not server.calls
+
+
+def test_calls_of_a_turn_that_ran_for_too_long_are_counted(stack):
+    episode, _, _ = stack(push(3) + push(99), "done", turn_s=0.01, max_parallel_calls=2)
+    assert episode.finish_reason == "timeout" and dict(episode.use.tools) != {}
+    assert (episode.use.ok, episode.use.errors) == (1, {"timeout": 1})
 
 
 def test_a_tool_that_works_for_too_long_is_the_models_error(stack):
@@ -167,6 +185,14 @@ def opened(roll_out, qwen_tokenizer, tmp_path):
         return qwen_tokenizer.decode(episode.row.prompt_ids), entry
 
     return run
+
+
+def test_a_prompt_that_an_environment_made_too_long_is_refused_and_not_cut(roll_out, qwen_tokenizer, tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(TWO)
+    row = {"raw_prompt": [{"role": "user", "content": "1+1? " * 2000}]}
+    with pytest.raises(RuntimeError, match="opens with makes a prompt of .* tokens, above data.max_prompt_length=5000"):
+        roll_out(qwen_tokenizer, [[1]], protocol="hermes", environment=f"{file}:First", prompt=row)
 
 
 def test_each_environment_of_a_list_opens_with_what_the_one_before_said(opened):

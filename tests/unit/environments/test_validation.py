@@ -165,6 +165,9 @@ def test_a_limit_takes_rows_evenly_and_a_file_without_rows_is_an_error(run, tmp_
     assert code == 1 and "all                          2     1" in told and "rows.jsonl, row 3 (write-3)" in told
     (tmp_path / "none.jsonl").write_text("")
     assert run("validate", tmp_path / "none.jsonl") == (1, f"error: {tmp_path / 'none.jsonl'} has no rows.\n")
+    for wrong in ("--parallel", "--limit"):
+        with pytest.raises(SystemExit):
+            run("validate", tmp_path / "rows.jsonl", wrong, 0)
 
 
 # A mixed run ---------------------------------------------------------------------------------------------------------
@@ -222,10 +225,14 @@ def test_the_prompts_of_a_mixed_run_show_the_tools_of_their_domains():
 # Records -------------------------------------------------------------------------------------------------------------
 
 
-def record(row: dict[str, Any], acc: float | None, evidence: bytes = b"", said: str = "", **changes: Any) -> dict:
-    turn = {"role": "model", "text": f"{said}<|im_end|>", "end": "<|im_end|>", "tokens": 1, "start": 0}
+def said(text: str, row: int) -> dict[str, Any]:
+    """Return a turn of an agent in one of its rows."""
+    return {"role": "model", "text": f"{text}<|im_end|>", "end": "<|im_end|>", "tokens": 1, "start": 0, "row": row}
+
+
+def record(row: dict[str, Any], acc: float | None, evidence: bytes = b"", text: str = "", **changes: Any) -> dict:
     fields = {
-        **{"uid": "u", "session": 1, "step": 3, "validate": False, "turns": [turn], "acc": acc},
+        **{"uid": "u", "session": 1, "step": 3, "validate": False, "turns": [said(text, 0)], "acc": acc},
         "id": (row.get("extra_info") or {}).get("id"),
         "domain": row["data_source"],
         "ability": row["ability"],
@@ -245,9 +252,10 @@ def test_stored_episodes_are_scored_again_by_evidence_or_by_text(run, mixed):
         record(of, 1.0, wrong, session=7),
         record(of, 1.0),
         record(of, None, right),
-        record(sum_row(), 1.0, said="so \\boxed{4}"),
-        record(sum_row(), 1.0, said="so \\boxed{5}", id="two-and-two"),
-        record(sum_row("yes") | {"data_source": "words"}, 1.0, said="yes"),
+        record(sum_row(), 1.0, text="so \\boxed{4}"),
+        record(sum_row(), 1.0, text="so \\boxed{5}", id="two-and-two"),
+        record(sum_row("yes") | {"data_source": "words"}, 1.0, turns=[said("I ask another.", 0), said("yes", 1)]),
+        record(sum_row("yes") | {"data_source": "words"}, 1.0, text="yes"),
     ]
     store.write(store.path_of(mixed, "trajectories", 3), "trajectories", rows)
     store.write(store.path_of(mixed, "trajectories", 4), "trajectories", [record(of, 1.0, right, step=4)])
@@ -257,7 +265,7 @@ def test_stored_episodes_are_scored_again_by_evidence_or_by_text(run, mixed):
         "domain    equal  changed  not possible",
         "sums      1      1        0",
         "terminal  3      1        1",
-        "words     1      0        0",
+        "words     2      0        0",
     ]
     assert "changed: step 3, write-1, response 7: 1 -> 0 (tests: exit code 1)\n" in told
     assert "changed: step 3, two-and-two, response 1: 1 -> 0 (" in told

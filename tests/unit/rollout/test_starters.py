@@ -177,11 +177,11 @@ def test_agents_beyond_the_limit_wait_and_their_clock_does_not_run(make_loop, to
     assert seconds >= 2 and sum(episode.agent.agent_s for episode in episodes) <= seconds
 
 
-def from_outside(make_loop, tokenizer, answers, visit, episodes=1, **own):  # noqa: F811
+def from_outside(make_loop, tokenizer, answers, visit, episodes=1, results=(), **own):  # noqa: F811
     """Play episodes by the thread `visit(run_folder)`; return the first."""
 
     async def run():
-        loop = make_loop("outside", Server(tokenizer, answers), own=own)
+        loop = make_loop("outside", Server(tokenizer, answers), results, own=own)
         folder = loop.config.trainer.default_local_dir
         row = {"uid": "p", "raw_prompt": [{"role": "user", "content": "1+1?"}]}
         thread = threading.Thread(target=visit, args=(folder,), daemon=True)
@@ -204,6 +204,13 @@ def ask(task):
 
     body = {"messages": task.messages}
     return httpx.post(f"{task.base_url}/chat/completions", json=body, timeout=30)
+
+
+def call(task):
+    import httpx
+
+    body = {"arguments": {"code": "print(1)"}}
+    return httpx.post(f"{task.base_url}/tools/code_interpreter", json=body, timeout=30)
 
 
 def test_an_agent_takes_a_task_from_outside_and_ends_it(make_loop, tokenizer, tmp_path):  # noqa: F811
@@ -245,6 +252,12 @@ def test_a_task_that_was_taken_and_left_is_handed_out_again(make_loop, tokenizer
 
     episode = from_outside(make_loop, tokenizer, [BOX], visit, timeout_s=0.5)
     assert episode.finish_reason == RolloutEnd.ANSWER and "is handed out again" in caplog.text
+
+
+def test_a_task_whose_agent_went_after_a_call_is_not_handed_out_in_a_world_that_it_changed(make_loop, tokenizer):  # noqa: F811
+    visit, own = lambda folder: call(take(folder)), {"timeout_s": 0.5}
+    episode = from_outside(make_loop, tokenizer, [BOX], visit, results=["1\n"], **own)
+    assert episode.finish_reason == RolloutEnd.ABORTED and "and then asked the model nothing" in episode.exception
 
 
 def test_a_task_goes_to_nobody_who_has_hung_up(make_loop, tokenizer):  # noqa: F811
