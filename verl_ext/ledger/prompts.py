@@ -74,12 +74,8 @@ class Tally:
         for uid in record.get("lost", ()):
             del self.ends[uid]
             self.lost.append(uid)
-        if "fates" in record:
-            self.fates |= record["fates"]
-            self.fates |= {uid: {_RAISED: self.sizes.get(uid, 1)} for uid in record["raised"]}
-        else:  # a record of an older version, without fates
-            for uid in record["ends"]:
-                self.sizes.pop(uid, None)
+        self.fates |= record.get("fates", {})
+        self.fates |= {uid: {_RAISED: self.sizes.get(uid, 1)} for uid in record.get("raised", ())}
         self.retries.update(record.get("retries", {}))
         if self.step and record["step"] > self.step + 1:
             self.gaps.append((self.step + 1, record["step"] - 1))

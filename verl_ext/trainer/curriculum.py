@@ -76,5 +76,6 @@ class Curriculum(Observer):
 
     def load_state_dict(self, state: Mapping[str, Any], domains: Collection[str]) -> None:
         """Restore what is known of these domains."""
-        self._rates |= {name: dict(state["rates"][name]) for name in domains}
-        self._in_flight = {uid: drawn for uid, drawn in state["in_flight"].items() if drawn[0] in domains}
+        known = self._rates.keys() & state["rates"].keys() & set(domains)  # one of weight 0, now or then, has none
+        self._rates |= {name: dict(state["rates"][name]) for name in known}
+        self._in_flight = {uid: drawn for uid, drawn in state["in_flight"].items() if drawn[0] in known}

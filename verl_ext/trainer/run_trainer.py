@@ -134,7 +134,7 @@ class RunTrainer(RunUpdates, RunValidation):
         for observer in own_observers(self):
             self.observers.add(observer)
         precision = OmegaConf.select(self.config, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
-        self.observers.add(SkippedUpdates(precision))  # the last one: it may end the run
+        self.observers.add(SkippedUpdates(precision))  # after the others: it may end the run
         super().init()
         if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas and not self._only_validates:
             self.members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)

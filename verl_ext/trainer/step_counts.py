@@ -44,16 +44,13 @@ class StepCounts:
         self.fillers += other.fillers
         return self
 
-    def num_replaceable(self) -> int:
-        return sum(self.ends[end] for end in REPLACEABLE)
-
     def keep_rate(self) -> float | None:
         """Return the share of useful groups among those that ended neither failed nor too old; None if there are none.
 
         A group counts once, with its state when it ended.
         """
         useful = self.ends[PromptEnd.OPEN]
-        ended = useful + self.num_replaceable() - self.aged
+        ended = useful + sum(self.ends[end] for end in REPLACEABLE) - self.aged
         return useful / ended if ended else None
 
     def metrics(self) -> dict[str, float]:

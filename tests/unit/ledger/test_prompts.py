@@ -1,6 +1,5 @@
 """The table of a run's prompts, on made-up records; tests/unit/trainer/test_sampler_ledger.py has the real sampler."""
 
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -86,17 +85,6 @@ def test_rollouts_of_prompts_whose_number_nobody_noted_are_not_compared(tmp_path
     made = PromptLedger(tmp_path)
     end_step(made, 8, {"x": PromptEnd.EQUAL}, (), 0, {"x": {"filtered/equal": 5}})
     assert read_tally(tmp_path).faults() == []
-
-
-def test_a_ledger_that_an_older_version_started_continues(tmp_path: Path):
-    """It summed the rollouts of each step by `RolloutEnd`."""
-    old = {"step": 1, "drawn": {"a": "1+1", "b": "2+2"}, "sizes": {"2": ["a", "b"]}, "ends": {"a": "trained"}}
-    old |= {"seen": [], "in_queue": 1, "rollouts": {"answer": 2}, "retries": {}, "raised": []}
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(old) + "\n")
-    made = PromptLedger(tmp_path)
-    made.resume(1, {"b"})
-    end_step(made, 2, {"b": PromptEnd.EQUAL}, (), 0, {"b": {"filtered/equal": 1}})
-    assert read_tally(tmp_path).faults() == [NOT_ALL.replace("e.", "b.")]
 
 
 def test_a_folder_without_a_ledger_is_named(tmp_path: Path):

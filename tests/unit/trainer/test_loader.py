@@ -159,6 +159,20 @@ def test_what_was_learned_and_what_is_under_way_are_in_the_checkpoint():
     assert again.state_dict() == pools.state_dict()
 
 
+def test_a_domain_that_had_no_weight_or_has_none_now_is_resumed_without_its_pools():
+    """Of the run's domains b has prompts, but none is drawn; then a has none, with prompts under way."""
+    had, has = curriculum({"a": 5}), curriculum({"c": 2})
+    had.drawn("uid-0", "a", 0)
+    had.observe("uid-0", [1, 1])
+    had.drawn("uid-1", "a", 1)
+    again = curriculum({"a": 5})
+    again.load_state_dict(had.state_dict(), ["a", "b"])
+    assert again.state_dict() == had.state_dict()
+    has.load_state_dict(had.state_dict(), ["a", "b", "c"])
+    has.observe("uid-1", [1, 1])
+    assert has.state_dict() == {"rates": {"c": {}}, "in_flight": {}}
+
+
 def test_a_step_reports_the_pools():
     from verl_ext.events import Ended
 

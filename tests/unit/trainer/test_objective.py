@@ -256,6 +256,7 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
         ("olmorl", f"{CORRECTION}.rollout_is=sequence", "expected token truncation"),
         ("dapo", f"{CORRECTION}.rollout_is=token", "expected rollout_is=null"),
         ("glm5_async", f"{CORRECTION}.rollout_is=token", "rollout_is=token has no effect with bypass_mode=true"),
+        ("dapo", f"{CORRECTION}=null", "rollout_correction is null; expected verl's section"),
         ("dapo", f"{CORRECTION}.rollout_rs=token_k1", "rollout_rs=token_k1, which change the formula"),
         ("icepop", f"{CORRECTION}.rollout_is_batch_normalize=true", "rollout_is_batch_normalize=True.*expected false"),
         (
