@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.datasets.rows import DataError
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.template import load_tools, template_kwargs
@@ -56,7 +55,7 @@ def check_play(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Findi
             yield fail(f"{error} -> Correct the file or retool.agent.run.")
             return
     yield from _check_template(run, tokenizer)
-    row = next(_rows(run), None)
+    row = next((row for _, row in run.rows("train")), None)
     if settings.run == OUTSIDE or row is None:
         return
     try:
@@ -87,14 +86,6 @@ def _check_template(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
     if names["fork"]:
         yield warn(f"""the chat template shows earlier turns in another way than the model wrote them, and each such
             turn begins a row ({names["fork"]}) -> Expect more rows, or set model.custom_chat_template. {more}""")
-
-
-def _rows(run: Run) -> Iterator[Mapping[str, Any]]:
-    for path in run.files("train"):
-        try:
-            yield from (row for _, row in run.sample(path).rows)
-        except (DataError, OSError):  # check_files reports it
-            continue
 
 
 async def _play(run: Run, tokenizer: "PreTrainedTokenizerBase", row: Mapping[str, Any]) -> "Episode":

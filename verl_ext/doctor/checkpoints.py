@@ -3,9 +3,10 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import cast
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.checkpoints import folder as checkpoints
@@ -17,6 +18,7 @@ from verl_ext.doctor.run import Run
 from verl_ext.memory.estimate import estimate
 from verl_ext.memory.words import size
 from verl_ext.runs.lock import Taken, check_training_folder
+from verl_ext.settings.domains import use_files
 
 LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a folder on a larger disk."
 
@@ -88,7 +90,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
         yield fail(f"{text} -> Free some space, or {LARGER_DISK}")
         return
     kept, best = run.get("retool.checkpoints.keep_last"), run.get("retool.checkpoints.best_metric") is not None
-    saved = None if total is None or every < 0 else -(-total // every)
+    saved = 1 if every < 0 else None if total is None else -(-total // every)  # SFT always saves at its end
     rolling = None if kept is None else kept + 1 + best  # with the best one, and the one that is being written
     number = min((each for each in (saved, rolling) if each is not None), default=None)
     if number is None:
@@ -99,7 +101,9 @@ def check_disk(run: Run) -> Iterator[Finding]:
         logs = recorder["max_gb"] * 2**30
     need = max(0, number - there) * one + logs
     which = f"all {number} are kept (every {every} steps)"
-    if kept is not None:
+    if every < 0:
+        which = "only that of the last step is saved"
+    elif kept is not None:
         which = f"the last {kept}{' and the best' * best} are kept, so there are {number} while one is written"
     text += f"; {which}, which takes {size(need)} with the records"
     if need <= free:
@@ -150,7 +154,7 @@ def check_resume(run: Run) -> Iterator[Finding]:
     if chosen is None:
         yield ok("the run starts from step 0")
         return
-    step, total = int(chosen.name.removeprefix("global_step_")), total_steps(run)
+    step, total = checkpoints.named_step(chosen), total_steps(run)
     if total is not None and step >= total:
         yield warn(f"""the run has reached step {step} of {total}, so nothing is left to do
             -> Raise the number of steps, or continue with the evaluation.""")
@@ -172,9 +176,11 @@ def _changed(run: Run) -> Iterator[str]:
     if not file.is_file():
         return
     try:
-        before = OmegaConf.load(file)
+        before = cast(DictConfig, OmegaConf.load(file))
     except (OSError, yaml.YAMLError):  # the start was killed
         return
+    with suppress(ValueError, OmegaConfBaseException):
+        use_files(before)  # as in `run`
     of_optimizer = (f"{run.optim}.{name}" for name in ("lr", "betas", "weight_decay"))
     for key in (f"{run.model}.path", "data.train_files", *of_optimizer):
         with suppress(OmegaConfBaseException):  # the YAML is of another version

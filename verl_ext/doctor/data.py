@@ -116,7 +116,7 @@ def check_protocol(run: Run) -> Iterator[Finding]:
             rows += 1
             texts: dict[str, str] = dict.fromkeys(PARTS.values(), "")
             for message in messages:
-                if part := PARTS.get(message.get("role")):
+                if isinstance(message, dict) and (part := PARTS.get(str(message.get("role")))):
                     said = str(message.get("content"))
                     texts[part] += f" {without_tool(said) if own == 'text' and part == 'prompt' else said}"
             seen.update(

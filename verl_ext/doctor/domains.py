@@ -7,7 +7,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_ext.datasets.peek import first_rows
-from verl_ext.datasets.rows import DataError
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
@@ -52,7 +51,7 @@ def check_domains(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Fi
 
     domains = read_domains(run.config) or {None: of_whole_run(run.config)}
     rows: dict[str | None, list[tuple[str, Mapping[str, Any]]]] = {name: [] for name in domains}
-    for where, row in [*_rows(run, "train"), *_rows(run, "val")]:
+    for where, row in [*run.rows("train"), *run.rows("val")]:
         rows.get(row.get("data_source") if None not in rows else None, []).append((where, row))
     tools, loops = load_tools(run), agent_loops(run)
     for name, domain in domains.items():
@@ -128,14 +127,6 @@ def _check_scores(
     else:
         yield ok(f"""{what}: empty answers of {len(rows)} rows score less than 1; no right ones were tried, because the
             rows have neither extra_info.gold_response nor extra_info.gold_calls, nor a task with a solution""")
-
-
-def _rows(run: Run, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for path in run.files(split):
-        try:
-            yield from run.sample(path).rows
-        except (DataError, OSError):  # check_files reports it
-            continue
 
 
 def _shortened(text: str) -> str:

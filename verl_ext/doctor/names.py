@@ -10,6 +10,7 @@ import symtable
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ FILES = (
 
 def check_names(run: Run) -> Iterator[Finding]:
     text = "every name in the settings is registered, and every class that they name exists"
-    yield from all_well([*_check_settings(run), *_check_classes(run)], text)
+    yield from all_well(chain(_check_settings(run), _check_classes(run)), text)
 
 
 def known_names(run: Run) -> dict[str, set[str]]:
@@ -100,13 +101,20 @@ def _check_classes(run: Run) -> Iterator[Finding]:
     agent = run.get("retool.agent.run")
     if isinstance(agent, str) and ":" in agent:
         module, _, name = agent.rpartition(":")
+        module = str(Path(module).expanduser()) if module.endswith(".py") else module
         named.append((module, "retool.agent.run", name))
     for module, key, name in named:
         if not module or not name:
             continue
         if (file := module_file(run, module)) is None:
             yield fail(f"{key} is {name} of {module}, but there is no such module -> Correct the path.")
-        elif (known := _defined(file)) and name not in known:
+            continue
+        try:
+            known = _defined(file)
+        except (SyntaxError, ValueError, OSError) as error:
+            yield fail(f"{key} is {name} of {module}, which is not Python: {error} -> Correct the file.")
+            continue
+        if known and name not in known:
             public = {each for each in known if not each.startswith("_")}
             hint = did_you_mean(name, public, f"Choose one of {', '.join(sorted(public))}.")
             yield fail(f"{key} is {name!r}, expected a name that {module} defines -> {hint}")

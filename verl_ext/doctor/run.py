@@ -10,6 +10,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.datasets.peek import Sample, sample
+from verl_ext.datasets.rows import DataError
 from verl_ext.memory.shape import ModelShape, read_positions, read_shape
 from verl_ext.settings import Retool, SftData, SftRetool
 from verl_ext.settings.checks import Problem, problems
@@ -107,6 +108,12 @@ class Run:
     def files(self, split: str) -> list[Path]:
         """Return `data.train_files` (split "train") or `data.val_files` ("val"), user folders expanded."""
         return [self.folder / Path(str(path)).expanduser() for path in self.listed(f"data.{split}_files")]
+
+    def rows(self, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (where, row) of the samples of a split; none of a file that `check_files` cannot read."""
+        for path in self.files(split):
+            with suppress(DataError, OSError):
+                yield from self.sample(path).rows
 
     def all_files(self) -> list[tuple[str, Path]]:
         """Return (split, file) of all data files."""

@@ -128,17 +128,7 @@ def check_sessions(run: Run) -> Iterator[Finding]:
         if said["session_idle_s"] < SHORT_LEASE_S:
             yield warn(f"""{url} ends a notebook {said["session_idle_s"]:g} s after its last call or renewal, so a
                 process that is busy for a quarter of that loses it -> Start the server with --session-idle-s 600.""")
-    wanted, allowed = responses_at_once(run), sum(said["max_sessions"] for said in limits)
-    if wanted <= allowed:
-        yield ok(f"""up to {wanted:,} responses are written at one time, and {allowed:,} notebooks may exist""")
-        return
-    each = math.ceil(wanted / len(urls))
-    start = f"Start {'each' if len(urls) > 1 else 'the'} server with --max-sessions {min(each, MAX_SESSIONS)}"
-    more = f", and {math.ceil(wanted / MAX_SESSIONS)} servers (SANDBOX_URL)" if each > MAX_SESSIONS else ""
-    wait_s = run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
-    yield warn(f"""up to {wanted:,} responses are written at one time, but {allowed:,} notebooks may exist: further ones
-        wait for at most retool.sandbox.queue_timeout_s={wait_s:g}, and then fail
-        -> {start}{more}. An idle one takes 5 MiB.""")
+    yield _room_for_all(run, sum(said["max_sessions"] for said in limits), "notebooks", "--max-sessions")
 
 
 def check_boxes(run: Run) -> Iterator[Finding]:
@@ -153,15 +143,20 @@ def check_boxes(run: Run) -> Iterator[Finding]:
                 -> Start retool sandbox there, without --max-boxes 0, and see docs/guides/sandbox.md
                 for what a container must allow.""")
             return
-    wanted, allowed = responses_at_once(run), sum(said["max_boxes"] for said in limits)
+    yield _room_for_all(run, sum(said["max_boxes"] for said in limits), "boxes", "--max-boxes")
+
+
+def _room_for_all(run: Run, allowed: int, what: str, option: str) -> Finding:
+    """Say whether the servers allow as many notebooks or boxes as there are responses at one time."""
+    wanted, number = responses_at_once(run), len(run.get("retool.sandbox.urls"))
+    text = f"up to {wanted:,} responses are written at one time"
     if wanted <= allowed:
-        yield ok(f"""up to {wanted:,} responses are written at one time, and {allowed:,} boxes may exist""")
-        return
-    each, wait_s = math.ceil(wanted / len(urls)), run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
-    yield warn(f"""up to {wanted:,} responses are written at one time, but {allowed:,} boxes may exist: further ones
-        wait for at most retool.sandbox.queue_timeout_s={wait_s:g}, and then fail
-        -> Start {"each" if len(urls) > 1 else "the"} server with --max-boxes {min(each, MAX_SESSIONS)}, or use more
-        servers (SANDBOX_URL).""")
+        return ok(f"{text}, and {allowed:,} {what} may exist")
+    each, wait_s = math.ceil(wanted / number), run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
+    start = f"Start {'each' if number > 1 else 'the'} server with {option} {min(each, MAX_SESSIONS)}"
+    more = f", and {math.ceil(wanted / MAX_SESSIONS)} servers (SANDBOX_URL)" if each > MAX_SESSIONS else ""
+    return warn(f"""{text}, but {allowed:,} {what} may exist: further ones wait for at most
+        retool.sandbox.queue_timeout_s={wait_s:g}, and then fail -> {start}{more}.""")
 
 
 def responses_at_once(run: Run) -> int:

@@ -1,6 +1,7 @@
 """Values that no run should have, though verl accepts them: temperature 0, a learning rate of 1."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from verl_ext.doctor.finding import Finding, all_well, fail, warn
@@ -22,6 +23,8 @@ RECIPES = "1e-6 for RL or 1e-5 for SFT, as in the recipes; for the tiny model to
 # Whole numbers of at least 1.
 COUNTS = (
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "max_length")),
+    *(f"{key}micro_batch_size_per_gpu" for key in ("data.", f"{ACTOR}.ppo_", f"{ROLLOUT}.log_prob_")),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
     *(f"{section}.ulysses_sequence_parallel_size" for section in ("engine", f"{ACTOR}.fsdp_config")),
     *(f"{ACTOR}.{key}" for key in ("ppo_mini_batch_size", "ppo_epochs")),
@@ -59,9 +62,11 @@ BOUNDS = (
 
 
 def check_values(run: Run) -> Iterator[Finding]:
-    problems = [*_check_numbers(run), *_check_optimizer(run), *_check_backend(run), *_check_images(run)]
-    problems += _check_algorithm(run) if run.is_rl else ()
-    yield from all_well(problems, "learning rate, sampling, clipping and sizes have plausible values")
+    checks = [_check_numbers, _check_optimizer, _check_backend, _check_images, *[_check_algorithm] * run.is_rl]
+    yield from all_well(
+        chain.from_iterable(check(run) for check in checks),
+        "learning rate, sampling, clipping and sizes have plausible values",
+    )
 
 
 def _check_numbers(run: Run) -> Iterator[Finding]:

@@ -9,18 +9,12 @@ from typing import Any
 DENSE = ("qwen2", "qwen3", "llama")  # model types that `parameters` counts correctly
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
 
-# The recipes' models, for estimates on a machine that does not have them (config.json of the hub).
+# The recipes' models, for estimates on a machine that does not have them (config.json of the hub): sizes, positions.
 _KNOWN = {
-    "Qwen2.5-32B-Instruct": ("qwen2", 64, 5120, 27648, 40, 8, 128, 152064, False),
-    "Qwen2.5-7B-Instruct": ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False),
-    "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
-    "Qwen3-4B-Instruct-2507": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
-}
-_POSITIONS = {
-    "Qwen2.5-32B-Instruct": 32_768,
-    "Qwen2.5-7B-Instruct": 32_768,
-    "Qwen3-0.6B": 40_960,
-    "Qwen3-4B-Instruct-2507": 262_144,
+    "Qwen2.5-32B-Instruct": (("qwen2", 64, 5120, 27648, 40, 8, 128, 152064, False), 32_768),
+    "Qwen2.5-7B-Instruct": (("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False), 32_768),
+    "Qwen3-0.6B": (("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True), 40_960),
+    "Qwen3-4B-Instruct-2507": (("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True), 262_144),
 }
 
 
@@ -132,7 +126,7 @@ def read_shape(model: str) -> ModelShape | None:
     """
     if config := _read_config(model):
         return ModelShape.from_config(config)
-    sizes = _KNOWN.get(model.rpartition("/")[2]) if model.count("/") == 1 else None
+    sizes, _ = _known(model)
     return ModelShape(*sizes) if sizes else None
 
 
@@ -145,7 +139,12 @@ def read_positions(model: str) -> int | None:
     if config := _read_config(model):
         text = config.get("text_config") or {}
         return config.get("max_position_embeddings") or text.get("max_position_embeddings")
-    return _POSITIONS.get(model.rpartition("/")[2]) if model.count("/") == 1 else None
+    return _known(model)[1]
+
+
+def _known(model: str) -> tuple[Any, int | None]:
+    owner, _, name = model.partition("/")
+    return _KNOWN.get(name if owner else "", (None, None))
 
 
 def read_model_type(model: str) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from verl_ext.settings.checks import Option, check_phases, key, read_settings
+from verl_ext.settings.overrides import quoted
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -381,4 +382,5 @@ def registered_loops(config: "DictConfig", folder: Path = START) -> dict[str, st
 
 def search_path(*beside: Path) -> str:
     """Return Hydra's override with the folders of further YAMLs, and verl's, which verl's own main would add."""
-    return f"hydra.searchpath=[{','.join(f'file://{each}' for each in (*beside, VERL / 'trainer' / 'config'))}]"
+    folders = (quoted(f"file://{each}") for each in (*beside, VERL / "trainer" / "config"))
+    return f"hydra.searchpath=[{','.join(folders)}]"

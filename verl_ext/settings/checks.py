@@ -163,7 +163,7 @@ def check(section: "DictConfig | Mapping[str, Any]", schema: "type[DataclassInst
     """
     from omegaconf import OmegaConf
 
-    plain = OmegaConf.to_container(section) if OmegaConf.is_config(section) else section
+    plain = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     if found := [*problems(plain, schema, name)]:
         raise ValueError(" ".join(map(str, found)))
 

@@ -51,6 +51,21 @@ def test_the_quick_part_reads_whether_function_and_command_exist(run, told, tmp_
     assert [*agent.check_start(run("[ls]"))] == [] == [*agent.check_start(run("null"))]
 
 
+def test_an_agents_file_that_is_no_python_is_named_beside_what_else_is_wrong(run, told, tmp_path):
+    (tmp_path / "broken.py").write_text("async def solve(task, endpoint:\n")
+    texts = told(check_names(run(f"{tmp_path}/broken.py:solve", "algorithm.adv_estimator=grop")), Level.FAIL)
+    (estimator,) = [each for each in texts if "algorithm.adv_estimator is 'grop'" in each]
+    (broken,) = [each for each in texts if each != estimator]
+    assert broken.startswith(f"retool.agent.run is solve of {tmp_path}/broken.py, which is not Python: ")
+    assert "was never closed" in broken and broken.endswith("-> Correct the file.")
+
+
+def test_an_agent_in_the_users_own_folder_is_found(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "agent.py").write_text("async def run(task, endpoint):\n    pass\n")
+    assert not [each for each in check_names(run("~/agent.py:run")) if each.level == Level.FAIL]
+
+
 def test_agents_from_other_machines_need_a_token(run, told):
     outside = run("outside", "retool.agent.host=10.0.0.7")
     (text,) = told(agent.check_start(outside, {}), Level.FAIL)

@@ -63,6 +63,19 @@ def test_settings_that_a_checkpoint_overrules_are_told(make_run, save, told, tmp
     assert "actor_rollout_ref.model.path was" in text and "and is /new/sft" in text
 
 
+def test_data_files_of_domains_have_changed_if_the_table_names_others(make_run, save, told, tmp_path):
+    save(30)
+    run = make_run("qwen2-32b_dapo", "+retool.domains.math={train: [mine.parquet]}")
+    start = run.config.copy()
+    start.data.train_files = "rows.parquet"  # as Hydra writes it, before those of the domains replace it
+    (tmp_path / "out" / "hydra").mkdir()
+    OmegaConf.save(start, tmp_path / "out" / "hydra" / "config.yaml")
+    assert not [each for each in check_resume(run) if each.level == Level.WARN]
+    other = make_run("qwen2-32b_dapo", "+retool.domains.math={train: [other.parquet]}")
+    (text,) = told(check_resume(other), Level.WARN)
+    assert "data.train_files was ['mine.parquet'] and is ['other.parquet']" in text
+
+
 def test_another_run_in_the_folder_is_a_failure_but_not_of_a_validation(make_run, save, told, monkeypatch):
     from verl_ext.doctor import checkpoints as module
 
@@ -182,6 +195,14 @@ def test_a_disk_too_small_for_fewer_checkpoints(free_gib, best, level, message, 
     texts = told(check_disk(run), level)
     assert message in texts[0], texts
     assert level is Level.WARN or "keep_last=1," not in texts[0]
+
+
+def test_sft_that_saves_only_at_its_end_needs_room_for_one_checkpoint(make_run, monkeypatch, told):
+    usage = shutil._ntuple_diskusage(1, 1, 400 * GIB)  # for one of 366.16 GiB, not for the last 3 and the next
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    run = make_run("qwen2-32b_sft", "trainer.save_freq=-1", nnodes=2, nproc_per_node=8)
+    (text,) = told(check_disk(run), Level.OK)
+    assert "which takes 366.2 GiB" in text
 
 
 def test_room_for_a_model_of_unknown_size_is_no_ok(make_run, told, tmp_path):

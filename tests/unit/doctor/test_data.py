@@ -186,6 +186,14 @@ def test_a_row_of_another_form_is_left_to_the_check_of_rows(make_run, tmp_path):
         assert list(check_code_tests(run, is_quick=is_quick)) == []
 
 
+def test_a_prompt_that_is_a_list_of_texts_hides_no_finding_about_the_others(make_run, told, tmp_path):
+    prompts = [["hi"], *[[{"role": "user", "content": CODE}]] * 2]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    files = ["data.train_files=data.jsonl", "data.val_files=[]"]
+    texts = told(check_protocol(make_run("qwen2-32b_dapo", *files, "retool.protocol=hermes", LOOPS)), Level.FAIL)
+    assert len(texts) == 1 and "train: 2 of the first 3 prompts of data.jsonl contain <code>" in texts[0]
+
+
 def test_another_reward_manager_has_other_verifiers(rl):
     run = rl([PLAIN], columns={"data_source": ["code"], "reward_model": ["assert f() =="]})
     run.config.reward.reward_manager.module.path = "mine.py"

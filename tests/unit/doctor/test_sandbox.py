@@ -151,7 +151,7 @@ def test_notebooks_need_as_many_sessions_as_responses_are_written_at_one_time(se
     many = [*few, "algorithm.filter_groups.max_num_gen_batches=3"]
     text = told(check_reachable(with_url(make_run, server, *many, *overrides)), Level.WARN)[0]
     assert "up to 1,500 responses" in text and "queue_timeout_s=60, and then fail" in text
-    assert "-> Start the server with --max-sessions 1500. An idle one" in text
+    assert text.endswith("-> Start the server with --max-sessions 1500.")
     many = [*few, "algorithm.filter_groups.max_num_gen_batches=10"]
     text = told(check_reachable(with_url(make_run, server, *many, *overrides)), Level.WARN)[0]
     assert "--max-sessions 4000, and 2 servers (SANDBOX_URL)" in text

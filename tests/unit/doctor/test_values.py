@@ -66,6 +66,8 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         ("algorithm.gamma=1.5", Level.FAIL, "it is a discount"),
         ("data.train_batch_size=0", Level.FAIL, "data.train_batch_size is 0"),
         ("data.max_response_length=-1", Level.FAIL, "data.max_response_length is -1"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", Level.FAIL, "gpu is 0, expected a whole number of at least 1"),
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0", Level.FAIL, "expected a whole number of at least 1"),
         ("retool.max_tool_calls=-1", Level.FAIL, "it is a number of calls"),
     ],
 )
@@ -78,6 +80,8 @@ def test_sft(make_run, told):
     assert "optim.lr is 1, expected" in told(check_values(make_run("qwen2-32b_sft", "optim.lr=1")), Level.FAIL)[0]
     assert "32.76 billion" in told(check_values(make_run("qwen2-32b_sft", "optim.lr=0.003")), Level.WARN)[0]
     assert "divides by it" in told(check_values(make_run("qwen2-32b_sft", "trainer.save_freq=0")), Level.FAIL)[0]
+    (text,) = told(check_values(make_run("qwen2-32b_sft", "data.micro_batch_size_per_gpu=0")), Level.FAIL)
+    assert "data.micro_batch_size_per_gpu is 0, expected a whole number of at least 1" in text
 
 
 NO_LENGTH = "reward.reward_kwargs.overlong_buffer_cfg.enable=false"

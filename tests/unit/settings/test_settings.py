@@ -3,6 +3,7 @@ import inspect
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -142,6 +143,14 @@ def test_an_option_that_is_off_may_have_any_values_and_a_run_of_before_may_lack_
     check(section, Retool)
 
 
+@pytest.mark.parametrize(("save_freq", "outcome"), [(20, ""), (0, "expected numbers of at least 1, got ")])
+def test_a_number_of_an_option_may_be_that_of_another_setting(save_freq, outcome):
+    light = {"enable": True, "problems": 8, "n": 1, "full_every": "${trainer.save_freq}"}
+    run = OmegaConf.create({"trainer": {"save_freq": save_freq}, "retool": tiny_run() | {"light_validation": light}})
+    with pytest.raises(ValueError, match=outcome) if outcome else nullcontext():
+        check(run.retool, Retool)
+
+
 def test_every_wrong_key_is_named_at_once():
     with pytest.raises(ValueError, match="retool.max_calls is not a setting .* retool.traceback is 'all'"):
         check(retool(max_calls=3, traceback="all"), Retool)
@@ -153,6 +162,13 @@ def test_what_is_said_of_the_sandbox_is_what_client_and_server_do():
 
     default = inspect.signature(SandboxClient).parameters["queue_timeout_s"].default
     assert SandboxSettings.queue_timeout_s == default and MAX_CODE_S == MAX_TIMEOUT_S
+
+
+def test_a_folder_of_further_yamls_may_have_any_name(tmp_path):
+    beside = tmp_path / "zoë (1), a=b"
+    (beside / "mine").mkdir(parents=True)
+    (beside / "mine" / "small.yaml").write_text("# @package _global_\ndata:\n  train_batch_size: 3\n")
+    assert compose_run("tiny_dapo", ["+mine=small"], beside=[beside]).data.train_batch_size == 3
 
 
 def test_importing_settings_costs_no_package():
