@@ -39,10 +39,11 @@ from verl_ext.quickstart.supervise import (
     show_sft_progress,
 )
 from verl_ext.runs import durable
-from verl_ext.runs.folder import judged_files
+from verl_ext.runs.folder import NoRun, find_run, judged_files
 from verl_ext.runs.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.settings import REPO
+from verl_ext.settings.overrides import quoted
 
 LICENCE_FILES = ("LICENSE", "NOTICE")
 EVALUATION_SAMPLES = 2  # responses per held-out problem
@@ -174,7 +175,7 @@ def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.policy if when == "before" else run.out / "rl" / "merged"
     target = run.out / "eval" / when
-    problems = ",".join([f"'{run.out / 'data' / 'eval.parquet'}'"] * EVALUATION_SAMPLES)
+    problems = ",".join([quoted(str(run.out / "data" / "eval.parquet"))] * EVALUATION_SAMPLES)
     overrides = [
         *run.rl_overrides,
         *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
@@ -319,18 +320,34 @@ def next_folder(run: Quickstart, source: Path) -> Path:
     return next(filter(is_free, (source.with_name(f"{source.name}-{number}") for number in itertools.count(2))))
 
 
+def is_run(path: Path) -> bool:
+    try:
+        find_run(path)
+    except NoRun:
+        return False
+    except ValueError:  # of a run, which cannot be read
+        pass
+    return True
+
+
 def delete_run(out: Path) -> None:
     """Delete an output folder, unless it looks like something else: --out may be mistyped.
 
     Raises:
-        SystemExit: it lies outside outputs/ and has no stages.json, or other runs are in it.
+        SystemExit: it lies outside outputs/ and has no stages.json, or it is or holds another run.
     """
-    if others := sorted(path.parent.name for path in out.glob(f"*/{JOURNAL}")):
+    if others := sorted(str(path.parent.relative_to(out)) for path in out.rglob(JOURNAL) if path.parent != out):
         raise SystemExit(
             f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Set --out to the "
             "folder of this run only."
         )
-    if not (out / JOURNAL).exists() and not out.is_relative_to(OUTPUTS) and set(out.iterdir()) - {out / LOCK}:
+    is_quickstart = (out / JOURNAL).exists()
+    if not is_quickstart and (others := [str(path) for path in (out, *sorted(out.rglob("*"))) if is_run(path)]):
+        raise SystemExit(
+            f"--fresh would delete {out}, in which {', '.join(others)} is a run that no quickstart made. Delete it "
+            "yourself, or change --out."
+        )
+    if not is_quickstart and not out.is_relative_to(OUTPUTS) and set(out.iterdir()) - {out / LOCK}:
         raise SystemExit(
             f"--fresh would delete {out}, which holds no run (no stages.json). Delete it yourself, or change --out."
         )

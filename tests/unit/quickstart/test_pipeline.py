@@ -197,57 +197,11 @@ def test_a_model_that_is_there_is_taken_instead(make_run):
     assert run.settings("sft")["model_path"] == "owner/name"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name", "path"), [([], "tiny", ""), (["--model", "small"], "small", "owner/name")]
-)
-def test_main_takes_the_rung_that_model_names(monkeypatch, tmp_path, arguments, name, path):
-    seen = []
-    monkeypatch.setenv("MODEL_PATH", "owner/name")  # tiny has its own model
-    monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
-    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
-    monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path), *arguments])
-    pipeline.main()
-    [run] = seen
-    assert (run.rung.name, run.model_path, bool(run.python)) == (name, path, name == "tiny")
-
-
-def test_text_rl_runs_beside_tool_rl_on_the_same_problems_and_a_page_shows_both(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append((run, stages)))
-    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
-    arguments = f"--out {tmp_path}/new --compare text --prepare=--rl=64 --sft a=1 --rl b=2 --seed 4"
-    monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
-    pipeline.main()
-    (tool, stages), (text, _) = seen
-    assert stages == list(pipeline.STAGES) and (text.seed, text.rung) == (tool.seed, tool.rung)
-    assert (tool.out, text.out) == (tmp_path / "new", tmp_path / "new-text") and text.out.is_dir()
-    assert text.data_args == [*tool.data_args, "--no-tool"] and text.sft == [*tool.sft, "+tool=none_sft"]
-    assert text.rl == [*tool.rl, "+tool=none"]
-    pipeline.report(tool)
-    pipeline.report(text)
-    assert [each.command[3:] for each in tool.supervisor.commands] == [["--run", str(tool.out)]]
-    *_, both = [each.command[3:] for each in text.supervisor.commands]
-    assert both == ["--run", str(tool.out), str(text.out), "--out", str(tool.out)]
-
-
 def test_text_rl_gets_no_sandbox(make_run):
     run = make_run(rl=["+tool=none"])
     pipeline.train_rl(run)
     [rl] = run.supervisor.commands
     assert rl.env["SANDBOX_URL"] == ""
-
-
-def test_a_run_from_a_small_quickstart_is_small_whatever_model_says(monkeypatch, tmp_path, source):
-    journal = json.loads((source / "stages.json").read_text())
-    for entry in journal:
-        entry["settings"] |= {"model": "small", "model_path": ""}
-    (source / "stages.json").write_text(json.dumps(journal))
-    seen = []
-    monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
-    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
-    monkeypatch.setattr(sys, "argv", ["pipeline", "--from", str(source), "--out", str(tmp_path / "second")])
-    pipeline.main()
-    assert seen[0].rung.name == "small"
 
 
 def test_sft_starts_from_the_random_model_and_shows_its_progress(make_run, tmp_path):
@@ -340,6 +294,20 @@ def test_evaluation_rolls_out_the_merged_model_and_must_leave_records(make_run, 
     pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto", "retool.recorder.enable=false"]), when)
 
 
+def test_an_apostrophe_in_the_folders_name_stays_in_the_names_of_the_problems(make_run, tmp_path):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    out = tmp_path / "it's"
+
+    def act(command, env):
+        (files,) = [each for each in command if each.startswith("data.val_files=")]
+        assert set(OverridesParser.create().parse_override(files).value()) == {str(out / "data" / "eval.parquet")}
+        path_of(out / "eval" / "after", "trajectories", 0, validate=True).parent.mkdir(parents=True)
+        path_of(out / "eval" / "after", "trajectories", 0, validate=True).touch()
+
+    pipeline.evaluate(make_run(act, out=out), "after")
+
+
 def test_the_command_that_shows_the_rollouts_is_one_that_is_there(make_run, tmp_path, capsys):
     pipeline.report(make_run())
     retool, *rest = capsys.readouterr().out.splitlines()[-1].partition(": ")[2].split()
@@ -415,55 +383,3 @@ def test_a_full_disk_that_the_pipeline_meets_itself_is_named(monkeypatch, tmp_pa
     message = str(ended.value)
     assert f"The disk is full: {tmp_path}/new (on " in message and " are free" in message
     assert "`du -xh --max-depth=2 " in message and "the same command continues from here" in message
-
-
-def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypatch, tmp_path):
-    seen = []
-
-    def fails(run, stages):
-        seen.append((run, stages))
-        raise CommandFailed("the reason")
-
-    monkeypatch.setattr(pipeline, "run_pipeline", fails)
-    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
-    arguments = f"--out {tmp_path}/new --seed 4 --stage sft --stage rl --sft a=1 --rl b=2 --prepare=--rl=64"
-    monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
-    with pytest.raises(SystemExit, match="^quickstart: the reason$"):
-        pipeline.main()
-    [(run, stages)] = seen
-    assert stages == ["sft", "rl"] and (tmp_path / "new").is_dir() and Path(run.python).name == "python"
-    assert (run.out, run.seed, run.data_args, run.sft) == (tmp_path / "new", 4, ["--rl=64"], ["a=1"])
-    assert run.rl == ["data.seed=4", "actor_rollout_ref.rollout.seed=4", "b=2"]
-
-
-def test_fresh_deletes_a_run_but_not_a_folder_that_holds_none(tmp_path):
-    run, empty, home = tmp_path / "run", tmp_path / "empty", tmp_path / "home"
-    for folder in (run / "sft", empty, home / "thesis"):
-        folder.mkdir(parents=True)
-    (run / "stages.json").write_text("[]")
-
-    for folder in (run, empty):
-        pipeline.delete_run(folder)
-        assert not folder.exists()
-    with pytest.raises(SystemExit, match=f"would delete {home}, which holds no run"):
-        pipeline.delete_run(home)
-    assert (home / "thesis").exists()
-
-
-def test_fresh_does_not_delete_the_folder_above_other_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline, "REPO", tmp_path)  # below outputs/ a folder without stages.json may be deleted
-    for name in ("quickstart", "quickstart-2"):
-        (tmp_path / "outputs" / name).mkdir(parents=True)
-        (tmp_path / "outputs" / name / "stages.json").write_text("[]")
-    with pytest.raises(SystemExit, match=r"holds other runs \(quickstart, quickstart-2\). Set --out"):
-        pipeline.delete_run(tmp_path / "outputs")
-    assert len(list((tmp_path / "outputs").iterdir())) == 2
-
-
-def test_two_pipelines_do_not_write_into_one_folder(monkeypatch, tmp_path):
-    (tmp_path / "stages.json").write_text("[]")
-    for arguments in ([], ["--fresh"]):
-        monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path), *arguments])
-        with pipeline.lock_folder(tmp_path), pytest.raises(SystemExit, match=f"Another run writes into {tmp_path}"):
-            pipeline.main()
-        assert (tmp_path / "stages.json").exists()
