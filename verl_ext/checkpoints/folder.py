@@ -154,7 +154,7 @@ def choose(mode: str, path: str | os.PathLike | None, folder: Path, say: Say = l
     return chosen
 
 
-def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
+def set_back(folder: Path, chosen: Path) -> None:
     """Set the tracker back to the chosen checkpoint if it names a later one, which the run leaves behind.
 
     The run's journals forget what came after the chosen step. So `auto` must not continue from a later checkpoint
@@ -163,7 +163,7 @@ def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
     step, tracked = named_step(chosen), tracked_step(folder)
     if tracked is not None and step < tracked and chosen.resolve().parent == folder.resolve():
         durable.write_text(folder / TRACKER, str(step))
-        say(f"Resume: {folder / TRACKER} named step {tracked} and is set back to step {step}.")
+        logger.info("Resume: %s named step %s and is set back to step %s.", folder / TRACKER, tracked, step)
 
 
 # Saving --------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def read_rows(source: str, *, split: str = "train", show: bool = True) -> Iterat
     files = _files(source)
     with progress_bar(desc=f"read {source}", unit=" rows", disable=not show) as progress:
         for file in files or [None]:
-            for where, row in lines(file) if file and file.suffix in _JSON_SUFFIXES else _table(source, file, split):
+            for where, row in _hub(source, split) if file is None else _local(file):
                 progress.update()
                 yield where, row
 
@@ -99,22 +99,30 @@ def lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def _table(source: str, file: Path | None, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _local(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if file.suffix in _JSON_SUFFIXES:
+        yield from lines(file)
+        return
+    try:
+        for number, row in enumerate(parquet.stream(file)):
+            yield f"{file}, row {number}", row
+    except parquet.Unreadable as error:
+        raise DataError(str(error)) from None
+
+
+def _hub(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets  # 0.8 s
 
+    owner, name, *subset = source.split("/")
     try:
-        if file:
-            table = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-        else:
-            owner, name, *subset = source.split("/")
-            table = datasets.load_dataset(f"{owner}/{name}", *subset, split=split, streaming=True)
+        table = datasets.load_dataset(f"{owner}/{name}", *subset, split=split, streaming=True)
     except (OSError, ValueError) as error:  # no network, no such data set, no such split
         raise DataError(
             f"{source} cannot be read: {error}\nIt is not a file here, and the hub did not deliver it. Download it on "
             "a machine with a network, and name the parquet or JSONL file instead."
         ) from None
     for number, row in enumerate(table):
-        yield f"{file or source}, row {number}", row
+        yield f"{source}, row {number}", row
 
 
 def _shown(value: Any) -> str:

@@ -229,7 +229,7 @@ def evaluation_tables(figures: dict[str, Evaluation]) -> list[list[list[str]]]:
     """Return two tables: accuracy with intervals, then tool use."""
     k, n = next((each.k, each.n) for each in figures.values())
     names = [("acc/mean@k", f"mean@{n}")]
-    if n > 1:
+    if k > 1:
         names += [("acc/best@k", f"best@{k}"), ("acc/maj@k", f"maj@{k}")]
     accuracy = [["acc, 95% interval", "problems", "samples", "excluded", *(title for _, title in names)]]
     behaviour = [["tool use", "code use", "tool errors", "timeouts", "turns", "model tokens", "truncated"]]

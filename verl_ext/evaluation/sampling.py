@@ -70,6 +70,13 @@ def pending(tasks: Sequence[Task], there: Mapping[EpisodeKey, Mapping[str, Any]]
     return [task for task in tasks if task.key not in there or failure_of(there[task.key])]
 
 
+def is_judged_again(row: Mapping[str, Any] | None) -> bool:
+    """Tell whether a recorded sample only lacks its verdict, and the response is still there to be judged."""
+    if row is None or failure_of(row) != UNVERIFIED:
+        return False
+    return not ((row["verdict"] or {}).get("rule") or "").startswith(BY_ENVIRONMENT)  # its world is gone
+
+
 class Sampler:
     """Rolls out and scores samples as training does.
 
@@ -149,9 +156,11 @@ class Sampler:
             async def work() -> None:
                 nonlocal failed
                 while not meter.is_spent and (task := next(waiting, None)):
-                    row = await self.take(task, store.rows.get(task.key))
+                    before = store.rows.get(task.key)
+                    row = await self.take(task, before)
                     store.add(row)
-                    meter.add(row)
+                    if not is_judged_again(before):  # no request was made
+                        meter.add(row)
                     if failure_of(row):
                         failed += 1
                     else:
@@ -173,8 +182,7 @@ class Sampler:
         """
         seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0, "call_retries": self._retries}
-        by_environment = before and ((before["verdict"] or {}).get("rule") or "").startswith(BY_ENVIRONMENT)
-        if before and failure_of(before) == UNVERIFIED and not by_environment:  # else its world is gone
+        if before is not None and is_judged_again(before):
             episode = self._episode_of(task.key, before)
             episode.reward = await self._reward.score_episode(episode, columns)
             after = to_record(episode)

@@ -61,7 +61,6 @@ class Store:
         store.remove_half_written(folder)
         there = [self.path] * self.path.exists() + self._parts()
         self.rows = {key_of(row): row for part in there for row in store.read(part).to_pylist()}
-        self._number = 0
         self.join()
 
     def add(self, row: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ Nothing heavy is imported before the settings are known to be right.
 
 import argparse
 import asyncio
-import json
 import os
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from verl_ext.evaluation.options import SHORTHANDS
 from verl_ext.evaluation.problems import read_sets
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
 from verl_ext.evaluation.store import OtherSettings, Store
+from verl_ext.memory.shape import read_model_type
 from verl_ext.runs.lock import lock_folder
 from verl_ext.runs.machine import environment
 from verl_ext.runs.parquet import Unreadable
@@ -149,7 +149,7 @@ async def _take_samples(
             identity, named = await _connected(args, server, tokenizer, folder)
             if model.get("custom_chat_template"):
                 tokenizer.chat_template = model.custom_chat_template
-            sampler = Sampler(config, tokenizer, server, _model_type(folder))
+            sampler = Sampler(config, tokenizer, server, read_model_type(str(folder)))
             stack.push_async_callback(sampler.aclose)
             await sampler.check_prompts(rows)
             of_server = {"model": identity, "interface": server.interface, "seeded": server.seeded}
@@ -223,9 +223,3 @@ def set_environment() -> None:
 
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-
-
-def _model_type(folder: Path) -> str | None:
-    """Return `model_type` of a model's config.json; None for a folder that only has a tokenizer."""
-    file = folder / "config.json"
-    return json.loads(file.read_text()).get("model_type") if file.is_file() else None

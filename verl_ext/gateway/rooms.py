@@ -90,6 +90,15 @@ def _texts(content: Any) -> list[str]:
     return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
+@contextmanager
+def _shallow() -> Iterator[None]:
+    """Refuse messages or tools that are nested too deeply to be rendered."""
+    try:
+        yield
+    except RecursionError:
+        raise Refused("The messages or tools are nested too deeply.") from None
+
+
 class Room:
     """See the module's docstring.
 
@@ -178,7 +187,8 @@ class Room:
     def count_tokens(self, asked: Asked) -> int:
         """Return the length of a prompt, which is not recorded. Raises Refused as `Session.place` does."""
         template = self.session.template
-        return len(template.encode(template.rendered([*map(normal, asked.messages)], asked.tools)))
+        with _shallow():
+            return len(template.encode(template.rendered([*map(normal, asked.messages)], asked.tools)))
 
     async def seal(self) -> Session:
         """Take no further request and give up those that run; see `Gateway.seal`."""
@@ -214,10 +224,8 @@ class Room:
     async def _turn(self, asked: Asked) -> Answer:
         session = self.session
         self._check_length(asked.messages)
-        try:
+        with _shallow():
             place = session.place(asked.messages, asked.tools, is_open=asked.is_open)
-        except RecursionError:
-            raise Refused("The messages or tools are nested too deeply.") from None
         prompt_ids = place.prompt_ids
         room = session.max_context - len(prompt_ids)
         max_tokens = min(asked.max_tokens or room, room)

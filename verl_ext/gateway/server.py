@@ -132,7 +132,7 @@ class Gateway:
         if not self._url:
             raise RuntimeError("The gateway has no address yet. Await start() before open().")
         name = secrets.token_urlsafe(24)
-        session = Session(self._template, max_context, dict(params), name)
+        session = Session(self._template, max_context, dict(params))
         room = Room(session, self._generate, model=self.model, max_turns=max_turns, call=call)
         self._rooms[name] = room
         return Endpoint(f"{self._url}/s/{name}/v1", name, self.model, room)

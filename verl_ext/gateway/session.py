@@ -158,7 +158,6 @@ class Session:
     template: Template
     max_context: int
     params: dict[str, Any] = field(default_factory=dict)
-    name: str = ""
     use: AgentUse = field(default_factory=AgentUse)
     nodes: list[Node] = field(default_factory=list)  # by the time of their answers
     last_refusal: str | None = None  # code of the newest refusal; None after a success

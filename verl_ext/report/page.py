@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from verl_ext.evaluation import figures as evaluation
+from verl_ext.evaluation.store import flatten
 from verl_ext.pages import curves
 from verl_ext.pages.charts import Chart, Series
 from verl_ext.pages.page import environment as templates
@@ -93,6 +94,10 @@ def evaluate_run(run: RunContents) -> dict[str, Any]:
     """Return side ("before", "after", "difference") -> figures per group of problems; empty if one is missing."""
     samples = {"before": run.before, "after": run.after}
     sides = {side: evaluation.evaluate(judged) if judged else {} for side, judged in samples.items()}
+    k = min((each.n for figures in sides.values() for each in figures.values()), default=None)
+    for side, figures in sides.items():
+        if any(each.k != k for each in figures.values()):  # best@k and maj@k are compared, so both have one k
+            sides[side] = evaluation.evaluate(samples[side], k=k)
     return sides | {"difference": evaluation.compare(run.before, run.after) if all(sides.values()) else {}}
 
 
@@ -183,7 +188,7 @@ def page(run: RunContents, summary: dict[str, Any]) -> str:
     """Return the page, made of the run's contents and the summary's figures."""
     rollouts = pick_rollouts(*run.rows, run.sides) or pick_training_rollouts(run.training_rollouts)
     rows = _table_rows(summary["evaluation"])
-    config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
+    config = flatten(yaml.safe_load(run.configs.get("RL", "{}")) or {})
     steps, parts = step_times(run.rl)
     times = [Series(name, steps, seconds) for name, seconds in parts.items()]
     return render(
@@ -198,7 +203,7 @@ def page(run: RunContents, summary: dict[str, Any]) -> str:
         columns={where: list(group) for where, group in groupby(rollouts, lambda rollout: rollout.where)},
         longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
         configs=run.configs,
-        settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
+        settings=[(label, value) for label, key in SETTINGS if (value := config.get(key)) is not None],
         makes=MAKES[run.kind],
     )
 
@@ -243,12 +248,6 @@ def held_out(summary: dict[str, Any], name: str) -> list[Series]:
         return []
     values, spread = [end["value"] for _, end in ends], [(end["low"], end["high"]) for _, end in ends]
     return [Series(name, [step for step, _ in ends], values, points=True, spread=spread)]
-
-
-def _lookup(config: Any, dotted: str) -> Any:
-    for name in dotted.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
 
 
 def capitalized(text: str) -> str:

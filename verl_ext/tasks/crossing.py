@@ -26,11 +26,17 @@ _MADE_BY_USE = {
 _OF_PYTEST = {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "exceptiongroup", "pygments"}
 
 
+def is_test_module(path: str) -> bool:
+    """Return whether a file of a repository is a module of tests, by its name."""
+    name = PurePosixPath(path).name
+    is_one = name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+    return is_one or name in ("test.py", "tests.py")
+
+
 def is_test(path: str) -> bool:
     """Return whether a file of a repository belongs to its tests."""
     *folders, name = PurePosixPath(path).parts
-    is_module = name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
-    return is_module or name in ("conftest.py", "test.py", "tests.py") or bool({"test", "tests"} & set(folders))
+    return is_test_module(path) or name == "conftest.py" or bool({"test", "tests"} & set(folders))
 
 
 class Crossed(NamedTuple):

@@ -105,7 +105,7 @@ def apply(tree: Tree, patch: str) -> Tree:
         return files_of(Path(folder))
 
 
-def without_history(tree: Tree, message: str = "Start") -> Tree:
+def without_history(tree: Tree) -> Tree:
     """Return the files, with those of a `.git` of one commit that depends only on them.
 
     No tag, remote, reflog, hook or further object. The index has no times, so that git looks at each file anew.
@@ -114,7 +114,7 @@ def without_history(tree: Tree, message: str = "Start") -> Tree:
         write_files(tree, Path(folder))
         git("init", "--quiet", "--template=", "--initial-branch=main", cwd=folder)
         git("add", "--all", "--force", cwd=folder)
-        git("commit", "--quiet", "--allow-empty", "--no-verify", f"--message={message}", cwd=folder)
+        git("commit", "--quiet", "--allow-empty", "--no-verify", "--message=Start", cwd=folder)
         git("repack", "-a", "-d", "--quiet", cwd=folder)
         git("read-tree", "HEAD", cwd=folder)
         return files_of(Path(folder))

@@ -244,17 +244,14 @@ def _copied(folder: Path, sources: list[str], target: str, workdir: str, *, unpa
         if not path.is_relative_to(folder.resolve()) or not path.exists():
             raise NotHonoured(f"environment/Dockerfile: there is no file {source!r} in environment/ to copy.")
         if path.is_dir():
-            copied |= {f"{place}/{name}".lstrip("/"): entry for name, entry in _below(path).items()}
+            below = archive.unpack(archive.pack(path))
+            copied |= {f"{place}/{name}".lstrip("/"): entry for name, entry in below.items()}
         elif unpacks and path.name.endswith((".tar.gz", ".tgz")):
             copied |= {f"{place}/{name}".lstrip("/"): each for name, each in archive.unpack(path.read_bytes()).items()}
         else:
             name = f"{place}/{path.name}" if is_folder else place
             copied[name.lstrip("/")] = File(path.read_bytes(), path.stat().st_mode & 0o777)
     return copied
-
-
-def _below(path: Path) -> dict[str, Entry]:
-    return archive.unpack(archive.pack(path))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import random
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.tasks import archive, canaries, git
-from verl_ext.tasks.crossing import is_test
+from verl_ext.tasks.crossing import is_test, is_test_module
 from verl_ext.tasks.git import Tree
 from verl_ext.tasks.instance import Instance
 
@@ -68,7 +68,7 @@ def hidden_of(sides: Sides, seed: str, also: Collection[str] = ()) -> Hidden:
     """
     files, names, modules = dict(sides.tests), [], []
     for path, (content, mode) in sorted(sides.tests.items()):
-        if not _is_module(path) or (sides.base.get(path) == (content, mode) and path not in also):
+        if not is_test_module(path) or (sides.base.get(path) == (content, mode) and path not in also):
             continue
         modules.append(path)
         try:
@@ -96,15 +96,6 @@ def archive_of(hidden: Hidden, expected: Expected | None, *, file_s: float = 60.
     files |= {f"tests/base/{path}": each for path, each in hidden.base.items()}
     files |= {"tests/run.py": RUNNER.read_bytes(), "tests/spec.json": json.dumps(spec)}
     return archive.pack(files)
-
-
-def _is_module(path: str) -> bool:
-    name = PurePosixPath(path).name
-    return (
-        name.endswith("_test.py")
-        or name in ("test.py", "tests.py")
-        or (name.startswith("test_") and name.endswith(".py"))
-    )
 
 
 class Measured(NamedTuple):

@@ -139,8 +139,9 @@ def chosen_config(args: argparse.Namespace, run: Path | None) -> tuple[str, "Dic
 
 def make_rules(args: argparse.Namespace, config: "DictConfig") -> tuple["Rules", Any]:
     """Return what a trace must be, and the tokenizer of --model, or None."""
+    from verl_ext.memory.shape import read_positions
     from verl_ext.rollout.standalone import load_tokenizer
-    from verl_ext.traces.gate import Rules, context_of
+    from verl_ext.traces.gate import Rules
 
     tokenizer, most = None, args.max_tokens
     if args.model is not None:
@@ -149,7 +150,7 @@ def make_rules(args: argparse.Namespace, config: "DictConfig") -> tuple["Rules",
         if of_model.get("custom_chat_template"):
             tokenizer.chat_template = of_model.custom_chat_template
         lengths = config.data.max_prompt_length + config.data.max_response_length
-        most = most or min(lengths, context_of(args.model) or lengths)
+        most = most or min(lengths, read_positions(str(args.model)) or lengths)
     elif most:
         raise ValueError("--max-tokens needs the tokenizer of --model.")
     evaluation = evaluation_problems(args.evaluation)
@@ -210,7 +211,7 @@ def _write(spool: "Spool", args: argparse.Namespace, config: str) -> None:
     from verl_ext.traces.page import write_page
 
     counts = spool.counts()
-    options = {name: value for name, value in vars(args).items() if name != "sandbox_url"}
+    options = {name: value for name, value in vars(args).items() if name not in ("sandbox_url", "check_options")}
     notes = {"options": options, "config": config, "counts": counts, "environment": environment()}
     write_lines(spool.left_out(), beside(args.out, "left_out.jsonl"))
     if args.agree:

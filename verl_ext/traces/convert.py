@@ -146,12 +146,20 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
         yield Row(name, *texts)
 
 
+def _todo(args: argparse.Namespace, there: set[tuple[str, int]]) -> Iterator[tuple[Row, int]]:
+    """Yield (row, number) of each question that is neither in `there` nor has been yielded."""
+    for row in _rows(args):
+        for number in range(args.n):
+            if (row.key, number) not in there:
+                there.add((row.key, number))
+                yield row, number
+
+
 async def _ask_all(args: argparse.Namespace, config: "DictConfig", asked: Path) -> None:
-    there = {(row["key"], row["number"]) for row in _answers(asked)}
-    todo = ((row, number) for row in _rows(args) for number in range(args.n) if (row.key, number) not in there)
-    if (first := next(todo, None)) is None:
+    waiting = _todo(args, {(row["key"], row["number"]) for row in _answers(asked)})
+    if (first := next(waiting, None)) is None:
         return
-    waiting = itertools.chain([first], todo)
+    waiting = itertools.chain([first], waiting)
     async with at_endpoint(args) if args.chat else _of_folder(args, config) as teacher:
         with open(asked, "ab", buffering=0) as file, progress_bar(desc="ask", unit=" rows") as progress:
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ logger = logging.getLogger(__name__)
 _UNFINISHED = {RolloutEnd.SANDBOX_FAILURE, RolloutEnd.ABORTED, RolloutEnd.RAISED}  # nobody's answer
 
 
-def read_run(run: Path, steps: range | None = None) -> Iterator[Trace | Unread]:
-    """Yield a trace for each response of a run's records, or why it is none. Those that infrastructure ended are
-    neither.
+def read_run(
+    run: Path, steps: range | None = None, is_wanted: Callable[[Mapping[str, Any]], bool] = lambda row: True
+) -> Iterator[Trace | Unread]:
+    """Yield a trace for each response of a run's records that is wanted, or why it is none. Those that infrastructure
+    ended are neither.
 
     Args:
         run: the folder of an RL run or an evaluation.
@@ -32,7 +34,7 @@ def read_run(run: Path, steps: range | None = None) -> Iterator[Trace | Unread]:
             continue
         try:
             for row in store.stream(file.path):
-                if row["end_reason"] not in _UNFINISHED:
+                if row["end_reason"] not in _UNFINISHED and is_wanted(row):
                     yield read_row(row, str(run))
         except Unreadable as error:
             logger.warning("%s The other files are read.", error)

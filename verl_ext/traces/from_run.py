@@ -6,13 +6,13 @@ They pass the same check as the traces of any file. Their answers count as the r
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from verl_ext.runs.folder import files_of, training_folder
 from verl_ext.traces import check
 from verl_ext.traces.from_records import read_run
-from verl_ext.traces.trace import Trace, Unread
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,19 +36,11 @@ def run(args: argparse.Namespace) -> None:
         has = f"It has steps {there[0]} to {there[-1]}." if there else "It has none."
         raise ValueError(f"{folder} has no records of step {args.step}. {has}")
 
-    def wanted() -> Iterator[Trace | Unread]:
-        for found in read_run(folder, steps):
-            if isinstance(found, Trace) and not _is_wanted(found, args):
-                continue
-            yield found
+    def is_wanted(row: Mapping[str, Any]) -> bool:
+        has_score = args.min_score is None or (row["score"] is not None and row["score"] >= args.min_score)
+        return has_score and args.domain in (None, row["domain"])
 
-    check.check(wanted(), args, run=folder)
-
-
-def _is_wanted(trace: Trace, args: argparse.Namespace) -> bool:
-    score = trace.about["score"]
-    has_score = args.min_score is None or (score is not None and score >= args.min_score)
-    return has_score and args.domain in (None, trace.task["data_source"])
+    check.check(read_run(folder, steps, is_wanted), args, run=folder)
 
 
 def _steps(text: str | None) -> range | None:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -213,10 +212,3 @@ def _without_end(segments: list[Segment], tokenizer: PreTrainedTokenizerBase | N
     """Return what the model wrote, turn by turn, without end tokens."""
     eos = tokenizer.eos_token if tokenizer else ""
     return [text for segment in segments if segment.own and (text := "".join(segment.parts)) != eos]
-
-
-def context_of(model: Path) -> int | None:
-    """Return how many positions a model has, by its config.json; None if that does not say."""
-    file = model / "config.json"
-    found = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
-    return found if isinstance(found, int) else None

@@ -55,7 +55,7 @@ def check_chain(chain: Chain, documents: Documents) -> None:
     if documents.having(chain.answer.name, most=2) != [chain.last.number]:
         raise Dropped(Drop.ANSWER_AMBIGUOUS)
     for (i, earlier), (j, later) in combinations(enumerate(chain.documents), 2):
-        names = [later.title, *([chain.steps[j - 1].mention.name] if j else [])]
+        names = [later.title, chain.steps[j - 1].mention.name]
         if j - i > 1 and any(words_of(name) and has_words(earlier.text, name) for name in names):
             raise Dropped(Drop.SHORTCUT)
 

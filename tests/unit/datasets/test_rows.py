@@ -107,9 +107,21 @@ def test_a_data_set_of_the_hub_may_have_subsets(monkeypatch, source, asked):
     assert [row for _, row in read_rows(source, split="test")] == [{"question": "1+1"}] and told == [(asked, "test")]
 
 
-def test_a_broken_parquet_file_is_named(tmp_path):
-    with pytest.raises(DataError, match="a.parquet cannot be read"):
-        list(read_rows(write(tmp_path / "a.parquet", "no parquet")))
+def test_a_local_file_may_have_a_name_that_is_a_pattern_for_the_hubs_library(tmp_path):
+    path = tmp_path / "a[1].parquet"
+    write_parquet([ROW], path, features())
+    assert list(read_rows(str(path))) == [(f"{path}, row 0", ROW)]
+
+
+def test_a_broken_parquet_file_is_named_and_not_the_hub(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet([ROW], path, features())
+    whole = path.read_bytes()
+    for broken in (b"no parquet", whole[:-9], whole[:4] + b"\xff" * 400 + whole[404:]):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match="a.parquet cannot be read") as error:
+            list(read_rows(str(path)))
+        assert "hub" not in str(error.value)
 
 
 @pytest.mark.parametrize(

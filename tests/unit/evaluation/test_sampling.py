@@ -10,6 +10,7 @@ import pytest
 
 from verl_ext.datasets.rows import DataError
 from verl_ext.episode import EpisodeKey
+from verl_ext.evaluation.meter import Meter
 from verl_ext.evaluation.samples import failure_of, read_samples
 from verl_ext.evaluation.store import Store
 from verl_ext.records import store
@@ -86,7 +87,7 @@ def problem(index: int, truth: str = "2", **more: Any) -> dict[str, Any]:
 
 
 def sample(
-    config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concurrency=4, seeded=True
+    config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concurrency=4, seeded=True, meter=None
 ) -> tuple[dict, FakeServer]:
     """Run an evaluation to its end; returns the rows by key, and the server."""
     from verl_ext.evaluation.sampling import Sampler, make_tasks
@@ -98,7 +99,7 @@ def sample(
         await sampler.check_prompts(rows)
         kept = Store(folder, SETTINGS, {})
         try:
-            await sampler.run(make_tasks(rows, n, 0), kept, concurrency=concurrency)
+            await sampler.run(make_tasks(rows, n, 0), kept, concurrency=concurrency, meter=meter)
         finally:
             kept.join()
         return kept.rows
@@ -262,8 +263,10 @@ def test_a_response_that_its_environment_could_not_score_is_sampled_again(config
     rows, _ = sample(worldly, tokenizer, tmp_path / "out", [problem(1)], **answer)
     assert [failure_of(row) for row in rows.values()] == ["unverified"]
     (tmp_path / "up").touch()
-    rows, server = sample(worldly, tokenizer, tmp_path / "out", [problem(1)], **answer)
+    meter = Meter()
+    rows, server = sample(worldly, tokenizer, tmp_path / "out", [problem(1)], **answer, meter=meter)
     (row,) = rows.values()
+    assert meter.used.requests == 2 * 2, "both responses have two turns"
     assert server.prompts and (failure_of(row), row["acc"], row["verdict"]["rule"]) == (None, 1.0, "world")
 
 
@@ -283,8 +286,11 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_aga
     path = path_of(tmp_path, "trajectories", 0, validate=True)
     (before,) = store.read(path).to_pylist()
 
-    rows, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{3}", n=1)
+    meter = Meter()
+    rows, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{3}", n=1, meter=meter)
     (row,) = store.read(path).to_pylist()
+    tokens = sum(turn["tokens"] for turn in before["turns"] if turn["role"] == "model")
+    assert (meter.used.requests, meter.used.completion_tokens) == (2, tokens), "of its two turns, counted once"
     assert server.prompts == [] and (failure_of(row), row["acc"], row["end_reason"]) == (None, 1.0, "answer")
     for name in ("prompt", "turns", "calls", "tool_use", "model_tokens", "sampling", "timings"):
         assert row[name] == before[name], name

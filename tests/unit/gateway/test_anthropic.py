@@ -124,6 +124,15 @@ async def test_tokens_are_counted_and_not_recorded(post: Callable, qwen: Room) -
     assert (await post("messages/count_tokens", **asked)).status_code == 410
 
 
+async def test_tools_that_are_nested_too_deeply_to_be_counted_are_refused(post: Callable, qwen: Room) -> None:
+    schema = json.loads('{"a": ' * 700 + "1" + "}" * 700)
+    question, tools = [{"role": "user", "content": "?"}], [TOOL | {"input_schema": schema}]
+    answer = await post("messages/count_tokens", messages=question, tools=tools)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert "nested too deeply" in error["message"] and qwen.endpoint.room.error is None
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

@@ -174,6 +174,20 @@ def test_verdict_says_what_the_interval_allows(folder, right_before, right_after
     assert written(folder)[2]["verdict"].startswith(start)
 
 
+@pytest.mark.parametrize(("n", "best"), [(1, 0.5), (2, 22 / 28)])
+def test_sides_with_other_numbers_of_samples_are_compared_with_one_k(folder, n, best):
+    """Four of eight samples are right after RL. Of the 28 pairs of them, 6 are both wrong."""
+    for side, samples, right in (("before", n, 0), ("after", 8, 4)):
+        rows = [row(f"p{i}", number < right, session=number) for i in range(4) for number in range(samples)]
+        write(folder / "eval" / side, rows)
+    text, page, summary = written(folder)
+    sides = [summary["evaluation"][side]["tiny_tools"] for side in ("before", "after", "difference")]
+    assert [each["k"] for each in sides] == [n] * 3
+    assert [each["metrics"]["acc/best@k"]["value"] for each in sides] == pytest.approx([0, best, best])
+    assert (f"best@{n} and maj@{n}" in page) is (n > 1)
+    assert "best@8" not in page + text and (f"best@{n}" in text) is (n > 1) and "mean@8" in text
+
+
 def test_one_sided_evaluation_is_reported_as_such(folder):
     write(folder / "eval" / "before", [row("a", 1), row("b", 0)])
     _text, page, summary = written(folder)

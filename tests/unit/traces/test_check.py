@@ -124,6 +124,14 @@ def test_sft_reads_what_is_kept_and_the_file_says_how_it_was_made(check, make_ro
     assert {count["kept"] for count in notes["counts"].values()} == {8}
 
 
+def test_what_is_noted_of_a_check_is_the_same_in_every_process(check, make_rows, tmp_path):
+    """The address of a function is not."""
+    check(make_rows(2, ("mental",)))
+    file, page = tmp_path / "out" / "kept.parquet", tmp_path / "out" / "kept.html"
+    notes = parquet.columns_of(file).metadata[b"retool_traces"].decode()
+    assert "min_calls" in notes and " at 0x" not in notes + page.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [

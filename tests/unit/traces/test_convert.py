@@ -224,6 +224,22 @@ def test_a_row_that_was_changed_is_asked_about_anew_and_an_id_may_occur_twice(tm
             main(argv)
 
 
+def test_rows_with_one_problem_and_reasoning_are_asked_about_once(tmp_path, sandbox):
+    asked: Counter[int] = Counter()
+
+    def say(messages: list[dict[str, Any]]) -> str:
+        asked[number_of(messages)] += 1
+        return good(number_of(messages))
+
+    rows, out = write_rows(tmp_path / "mine.jsonl", 2), tmp_path / "traces.parquet"
+    rows.write_text(rows.read_text() * 2)
+    with serving(ChatEndpoint(say)) as endpoint:
+        argv = ["convert", str(rows), "--chat", endpoint.url, "--config", "qwen3-0.6b_dapo", "--out", str(out)]
+        main([*argv, "--sandbox-url", sandbox])
+    left = [json.loads(line)["reason"] for line in (tmp_path / "traces.left_out.jsonl").read_text().splitlines()]
+    assert asked == {0: 1, 1: 1} and len(pq.read_table(out)) == 2 and left == ["duplicate"] * 2
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_command_that_is_killed_loses_no_answer_and_asks_nothing_twice_but_what_was_in_flight(tmp_path, sandbox):

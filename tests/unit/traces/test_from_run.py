@@ -63,6 +63,24 @@ def test_a_run_gives_the_traces_that_are_right(options, kept, reasons, run, sand
     assert all(json.loads(row["messages"])[1]["content"].startswith("<code>print(1+1") for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [([], ["wrong_answer", "not_a_trace"]), (["--min-score", "0"], []), (["--domain", "odd"], ["wrong_answer"] * 2)],
+)
+def test_a_response_that_is_not_wanted_is_not_left_out_whatever_it_is(options, reasons, run, sandbox_url, tmp_path):
+    """Step 2, of the domain `even`, has one more that was cut off."""
+    path, out = store.path_of(run, "trajectories", 2), tmp_path / "kept.parquet"
+    rows = store.read(path).to_pylist()
+    cut = rows[1] | {"session": 2, "end_reason": "max_tokens"}
+    store.write(path, "trajectories", [*rows, cut])
+    command = ["from-run", str(run), "--config", "tiny_dapo", "--out", str(out), "--sandbox-url", sandbox_url]
+    with mock.patch.dict(os.environ):
+        main([*command, *(options or ["--step", "2"])])
+    assert [line["reason"] for line in jsonl.read(out.with_name("kept.left_out.jsonl"))] == reasons
+    (counts,) = json.loads(parquet.columns_of(out).metadata[b"retool_traces"])["counts"].values()
+    assert sum(count for reason, count in counts.items() if reason != "kept") == len(reasons)
+
+
 @pytest.mark.parametrize("command", ["check", "from-run"])
 def test_the_settings_are_those_of_the_run(command, run, sandbox_url, tmp_path):
     """Of an evaluation, too; without a sandbox no tool is there, so the calls of all traces are refused."""
