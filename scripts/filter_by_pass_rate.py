@@ -38,6 +38,7 @@ from verl_ext.runs import durable, jsonl, parquet
 from verl_ext.runs.folder import NoRun, files_of, find_run, judged_files, training_folder
 from verl_ext.runs.lock import lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
+from verl_ext.settings.overrides import quoted
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
 
 REPO = Path(__file__).resolve().parents[1]
@@ -94,8 +95,8 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
             parquet.write(chunk, rows.slice(start, args.chunk))
             supervisor.run(
                 [
-                    *("bash", str(args.generate), *args.overrides, f"data.train_files='{data}'"),
-                    f"data.val_files=[{','.join([repr(str(chunk))] * args.samples)}]",
+                    *("bash", str(args.generate), *args.overrides, f"data.train_files={quoted(str(data))}"),
+                    f"data.val_files=[{','.join([quoted(str(chunk))] * args.samples)}]",
                     *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
                     *("trainer.save_freq=-1", "retool.recorder.enable=true"),
                     *(

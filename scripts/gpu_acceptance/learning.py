@@ -88,9 +88,10 @@ def check_learning(context: Context) -> Iterator[Row]:
     from verl_ext.evaluation.samples import read_samples
     from verl_ext.quickstart.pipeline import EVALUATION_SAMPLES
     from verl_ext.runs.folder import file_of, judged_files
+    from verl_ext.settings.overrides import quoted
 
     out, start, steps = context.folder / "run", time.monotonic(), STEPS[context.device]
-    files = ",".join([f"'{out / 'data' / 'eval.parquet'}'"] * EVALUATION_SAMPLES)
+    files = ",".join([quoted(str(out / "data" / "eval.parquet"))] * EVALUATION_SAMPLES)
     rl = [f"data.val_files=[{files}]", "trainer.val_before_train=true", f"trainer.test_freq={EVERY[context.device]}"]
     log = context.folder / "run.log"
     looked, before, low, text = [], [], 0.0, ""

@@ -112,7 +112,7 @@ def _check_classes(run: Run) -> Iterator[Finding]:
         try:
             known = _defined(file)
         except (SyntaxError, ValueError, OSError) as error:
-            yield fail(f"{key} is {name} of {module}, which is not Python: {error} -> Correct the file.")
+            yield fail(f"{key} is {name} of {module}, which cannot be read as Python: {error} -> Correct the file.")
             continue
         if known and name not in known:
             public = {each for each in known if not each.startswith("_")}

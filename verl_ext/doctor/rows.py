@@ -243,11 +243,11 @@ def _check_problems(
         say = warn if dropped and len(long) < number and not cut else fail
         advice = "verl drops them."
         if not dropped:
-            advice = """A rollout would cut off their beginning. Raise data.max_prompt_length, or set
+            advice = """The run does not start with them. Raise data.max_prompt_length, or set
                 data.filter_overlong_prompts=true."""
         elif cut:
-            advice = f"""verl does not drop {cut} of them, because it does not count the interpreter's schema, and a
-                rollout would cut off their beginning. Raise data.max_prompt_length, or set
+            advice = f"""verl does not drop {cut} of them, because it does not count the interpreter's schema, and
+                the run does not start with them. Raise data.max_prompt_length, or set
                 multi_turn.tool_config_path to configs/tools/code_interpreter.yaml."""
         yield say(f"""{split}: {lengths.some}{len(long)} of {of} prompts are longer than
             data.max_prompt_length={limit} (the longest has {max(length for length, _ in long)} tokens, tools included)

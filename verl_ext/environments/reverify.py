@@ -18,6 +18,7 @@ from verl_ext.environments.by_name import Combined, Environments
 from verl_ext.environments.tool_errors import ToolUnavailable
 from verl_ext.episode import Score
 from verl_ext.records import store
+from verl_ext.records.trajectories import scored_text
 from verl_ext.reward.verifiers import Verifiers, verify_response
 from verl_ext.settings.domains import of_whole_run, read_domains
 
@@ -91,11 +92,7 @@ class Reverifier:
         finally:
             await environment.close()
         verifier = self._verifiers.find(row["data_source"], row["ability"])
-        turns = [turn for turn in record["turns"] if turn["role"] == "model"]
-        row_of = [turn.get("row") or 0 for turn in turns]
-        last = [turn for turn, number in zip(turns, row_of, strict=True) if number == max(row_of)]  # as in training
-        said = "\n".join(turn["text"].removesuffix(turn["end"] or "") for turn in last)
-        return await verify_response(verifier, said, row["reward_model"]["ground_truth"], row)
+        return await verify_response(verifier, scored_text(record["turns"]), row["reward_model"]["ground_truth"], row)
 
 
 def judged(run: Path, *, step: int | None = None, domain: str | None = None) -> Iterator[dict[str, Any]]:

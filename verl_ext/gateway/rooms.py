@@ -91,7 +91,7 @@ def _texts(content: Any) -> list[str]:
 
 
 @contextmanager
-def _shallow() -> Iterator[None]:
+def _refusing_deep_nesting() -> Iterator[None]:
     """Refuse messages or tools that are nested too deeply to be rendered."""
     try:
         yield
@@ -187,7 +187,7 @@ class Room:
     def count_tokens(self, asked: Asked) -> int:
         """Return the length of a prompt, which is not recorded. Raises Refused as `Session.place` does."""
         template = self.session.template
-        with _shallow():
+        with _refusing_deep_nesting():
             return len(template.encode(template.rendered([*map(normal, asked.messages)], asked.tools)))
 
     async def seal(self) -> Session:
@@ -224,7 +224,7 @@ class Room:
     async def _turn(self, asked: Asked) -> Answer:
         session = self.session
         self._check_length(asked.messages)
-        with _shallow():
+        with _refusing_deep_nesting():
             place = session.place(asked.messages, asked.tools, is_open=asked.is_open)
         prompt_ids = place.prompt_ids
         room = session.max_context - len(prompt_ids)

@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from verl_ext.quickstart.supervise import (
     show_sft_progress,
 )
 from verl_ext.runs import durable
-from verl_ext.runs.folder import NoRun, find_run, judged_files
+from verl_ext.runs.folder import SIDES, NoRun, find_run, judged_files
 from verl_ext.runs.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.settings import REPO
@@ -320,12 +320,19 @@ def next_folder(run: Quickstart, source: Path) -> Path:
     return next(filter(is_free, (source.with_name(f"{source.name}-{number}") for number in itertools.count(2))))
 
 
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Yield the outermost runs in a folder, of any kind."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from [path] if is_run(path) else runs_below(path)
+
+
 def is_run(path: Path) -> bool:
     try:
         find_run(path)
     except NoRun:
         return False
-    except ValueError:  # of a run, which cannot be read
+    except (OSError, ValueError):  # one that cannot be read may be a run
         pass
     return True
 
@@ -336,20 +343,20 @@ def delete_run(out: Path) -> None:
     Raises:
         SystemExit: it lies outside outputs/ and has no stages.json, or it is or holds another run.
     """
-    if others := sorted(str(path.parent.relative_to(out)) for path in out.rglob(JOURNAL) if path.parent != out):
-        raise SystemExit(
-            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Set --out to the "
-            "folder of this run only."
-        )
     is_quickstart = (out / JOURNAL).exists()
-    if not is_quickstart and (others := [str(path) for path in (out, *sorted(out.rglob("*"))) if is_run(path)]):
-        raise SystemExit(
-            f"--fresh would delete {out}, in which {', '.join(others)} is a run that no quickstart made. Delete it "
-            "yourself, or change --out."
-        )
     if not is_quickstart and not out.is_relative_to(OUTPUTS) and set(out.iterdir()) - {out / LOCK}:
         raise SystemExit(
             f"--fresh would delete {out}, which holds no run (no stages.json). Delete it yourself, or change --out."
+        )
+    if not is_quickstart and is_run(out):
+        raise SystemExit(
+            f"--fresh would delete {out}, a run that no quickstart made. Delete it yourself, or change --out."
+        )
+    own = [out / part for part in ("sft", "rl", *SIDES)] if is_quickstart else []
+    if others := [str(path.relative_to(out)) for path in runs_below(out) if path not in own]:
+        raise SystemExit(
+            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Set --out to the "
+            "folder of this run only."
         )
     shutil.rmtree(out)
 

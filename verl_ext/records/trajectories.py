@@ -101,6 +101,15 @@ def _exception(episode: Episode, calls: Sequence[Row]) -> str | None:
 _ENDS = {str(end): end for end in RolloutEnd}
 _encode = msgspec.json.Encoder(enc_hook=lambda value: value.item() if hasattr(value, "item") else str(value)).encode
 VERDICT_KEYS = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
+
+
+def scored_text(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Return what training scored of the turns of a record: the model's own of the last row, without end tokens."""
+    own = [turn for turn in turns if turn["role"] == "model"]
+    last = max((turn.get("row") or 0 for turn in own), default=0)
+    return "\n".join(turn["text"].removesuffix(turn["end"] or "") for turn in own if (turn.get("row") or 0) == last)
+
+
 _OF_TURN = ("text", "end", "tokens", "start", "server", "started_s", "generate_s", "row", "fork")
 
 

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.records import store
+from verl_ext.records.trajectories import scored_text
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         config = OmegaConf.load(arguments.config) if arguments.config else OmegaConf.create({})
         if not isinstance(config, DictConfig):
             raise ValueError(f"{arguments.config} is a list, expected a run's YAML.")
+        Verifiers.of_run(config)  # what is wrong with it is told here, and not in each worker
         files = find_files(arguments.input)
         grade_files(files, arguments.output, config, arguments.workers, arguments.compare == "math-verify")
     except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
@@ -192,9 +194,7 @@ def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not turns:
             continue
         row |= {"data_source": row.pop("domain") or "", "ability": row["ability"] or "", "verdict": verdict.get("text")}
-        row["response"] = "\n".join(
-            turn["text"].removesuffix(turn["end"] or "") for turn in turns if turn["role"] == "model"
-        )
+        row["response"] = scored_text(turns)
         yield f"{file}:{number}", row
 
 

@@ -87,6 +87,11 @@ class _Run:
     def key(self) -> EpisodeKey:
         return EpisodeKey(self.task["uid"], self.task["session_id"])
 
+    @property
+    def has_called(self) -> bool:
+        """Tell whether a call has reached the environment, which is perhaps not as it was."""
+        return any(not call.malformed for call in self.called)
+
     def stop(self, reason: RolloutEnd | Exception) -> None:
         """Let the episode end now; its agent is cancelled."""
         if self.end.done():
@@ -192,7 +197,7 @@ class AgentLoop(EpisodeLoop):
     def _is_lost(self, run: _Run, endpoint: Endpoint, session: Session, agent: asyncio.Future, is_late: bool) -> bool:
         """Return whether an agent from outside has gone with its task, before the model had answered it, and before it
         could change the environment."""
-        is_over = run.end.done() or run.called or any(node.delivered for node in session.nodes)
+        is_over = run.end.done() or run.has_called or any(node.delivered for node in session.nodes)
         if is_over or not isinstance(self.starter, OutsideStarter):
             return False
         has_gone = not agent.cancelled() and isinstance(agent.exception(), NotTaken)
@@ -221,8 +226,10 @@ class AgentLoop(EpisodeLoop):
         answered = [node for node in session.nodes if node.delivered]
         if run.end.done() and (answered or run.end.result() in INFRASTRUCTURE_FAILURES):
             return run.end.result(), None
-        if is_late and not answered and run.called and isinstance(self.starter, OutsideStarter):
-            return RolloutEnd.ABORTED, "an agent from outside called tools, and then asked the model nothing"
+        if is_late and not answered and run.has_called and isinstance(self.starter, OutsideStarter):
+            why = "an agent from outside called tools, and then asked the model nothing"
+            logger.warning("%s for %g s", why, self.settings.timeout_s)
+            return RolloutEnd.ABORTED, why
         if not answered:
             raise AgentFailed(self._why_without_answer(run, session, crash, is_late))
         if is_late:

@@ -91,6 +91,7 @@ class EpisodeLoop(AgentLoopBase):
                 validation the worker adds `call_retries` (`Life.run`).
         Raises:
             ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
+            RuntimeError: the prompt is longer than `data.max_prompt_length`, with what the environment opens with.
         """
         way = self.ways.of(kwargs)
         async with Life(way).opened(kwargs) as life:
@@ -109,8 +110,8 @@ class EpisodeLoop(AgentLoopBase):
         """Refuse a prompt of which verl would cut off the beginning, where system prompt and tools stand."""
         if len(prompt_ids) > (limit := self.rollout_config.prompt_length):
             raise RuntimeError(  # no ValueError, which is the chat template's
-                f"What an environment opens with makes a prompt of {len(prompt_ids)} tokens, above data."
-                f"max_prompt_length={limit}. Raise that, or let the environment say less."
+                f"With what the environment opens with, the prompt has {len(prompt_ids)} tokens, above data."
+                f"max_prompt_length={limit}. Raise that, or shorten the row or the opening."
             )
         return prompt_ids
 

@@ -4,6 +4,7 @@ In: the tokens of a trace. Out: the tokens of the rollout in which the model sam
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -112,6 +113,7 @@ async def play_agent(
         return TokenOutput(token_ids=list(ids), stop_reason="completed")
 
     quiet = {"retool": {"recorder": {"enable": False}}}
+    quiet["actor_rollout_ref"] = {"rollout": {"prompt_length": sys.maxsize}}  # a long row may be filtered out later
     merged, server = cast(DictConfig, OmegaConf.merge(config, quiet)), SimpleNamespace(generate=generate)
     loop = standalone.make_loop(merged, server, tokenizer, list(tools), hf_model_type=None)
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
+from verl_ext.environments import threads
 from verl_ext.environments.threads import in_thread
 from verl_ext.episode import CallResult
 from verl_ext.settings.objects import load_object
@@ -189,9 +190,9 @@ def load_agent(where: str) -> Callable:
 
 
 def _shown(error: BaseException) -> str:
-    """Return the end of a traceback, without the lines of this module."""
+    """Return the end of a traceback, without the lines that start an agent."""
     frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename == __file__:
+    while frames and frames[0].filename in (__file__, threads.__file__):
         frames.pop(0)
     return "".join([*traceback.format_list(frames[-_SCRIPT_FRAMES:]), *traceback.format_exception_only(error)]).strip()
 

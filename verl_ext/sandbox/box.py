@@ -193,8 +193,8 @@ class Box:
                 raise BoxUnavailable(self._gone) from failure
             pause_s = client.pause_s(attempts, failure)
             is_over = time.monotonic() + pause_s >= deadline
-            goes_on = failure.is_busy or (may_repeat and client.servers.have_answered)  # a restart has ended the box
-            if is_over or (attempts >= client.max_attempts and not goes_on):
+            may_return = may_repeat and not failure.may_have_run and client.servers.have_answered  # an open box may not
+            if is_over or (attempts >= client.max_attempts and not (failure.is_busy or may_return)):
                 raise BoxUnavailable(f"no box after {attempts} attempt(s): {failure}") from failure
             await asyncio.sleep(pause_s)
 

@@ -55,7 +55,7 @@ def _wait_until_ready(server: subprocess.Popen, stdout: IO[bytes], timeout_s: fl
     """Wait for the server's line on stdout, and return the URL in it."""
     started = time.monotonic()
     while select.select([stdout], [], [], max(started + timeout_s - time.monotonic(), 0))[0]:
-        line = stdout.readline().decode()  # unbuffered: `select` sees what is left
+        line = stdout.readline().decode(errors="replace")  # unbuffered: `select` sees what is left
         if line.startswith(READY):
             return line.removeprefix(READY).strip()
         if not line:

@@ -14,8 +14,8 @@ CONTROL_S = 1.5  # for the control program that runs after a program was lost
 # Time beyond queueing and running before the client counts an attempt as lost. So it is the server that reports a lost
 # program; the rest is for the way there and back.
 ANSWER_GRACE_S = WORKER_GRACE_S + CONTROL_S + 3.0
-# So many losses of a program in a row are its own doing. Without isolation another program can kill its worker, so it
-# takes more, each in another attempt of the client, after a pause.
+# So many losses of a program in a row are its own doing. Where no layer keeps another program from killing its worker,
+# it takes more, each in another attempt of the client, after a pause.
 LOSSES_TO_BLAME, LOSSES_WITHOUT_ISOLATION = 2, 4
 MAX_ATTEMPTS = LOSSES_WITHOUT_ISOLATION  # of the client, for one call
 

@@ -162,8 +162,14 @@ def check(section: "DictConfig | Mapping[str, Any]", schema: "type[DataclassInst
         ValueError: names every key that is wrong.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationResolutionError
 
-    plain = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    plain = section
+    if OmegaConf.is_config(section):
+        try:
+            plain = OmegaConf.to_container(section, resolve=True)
+        except InterpolationResolutionError:  # an environment variable that this command may do without
+            plain = OmegaConf.to_container(section)
     if found := [*problems(plain, schema, name)]:
         raise ValueError(" ".join(map(str, found)))
 

@@ -28,6 +28,7 @@ def read_run(
     Args:
         run: the folder of an RL run or an evaluation.
         steps: those to read; None: all.
+        is_wanted: whether a row of the records counts at all.
     """
     for file in files_of(run):
         if steps is not None and file.step not in steps:

@@ -238,7 +238,7 @@ def check_objective(config: DictConfig) -> None:
             + (f" Did you mean {near[0]}?" if near else f" Expected one of {', '.join(sorted(known))}.")
         )
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
-    if correction is None:
+    if correction is None and (name in LOSSES or estimator in OF_TOKENS or actor.calculate_sum_pi_squared):
         raise ValueError(
             "algorithm.rollout_correction is null; expected verl's section. Set its rollout_is and rollout_rs to null."
         )
@@ -260,7 +260,7 @@ def check_objective(config: DictConfig) -> None:
             "rollout_correction.bypass_mode=true skips. Set one of them to false."
         )
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    sees_age = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
+    sees_age = correction and (correction.bypass_mode or correction.rollout_is or correction.rollout_rs)
     if mode in ("colocate_async", "separate_async") and not sees_age:
         logger.warning(
             "trainer_mode=%s with policy_loss.loss_mode=%s: no term of the loss knows which weights wrote a token, "

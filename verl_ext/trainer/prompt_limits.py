@@ -49,8 +49,8 @@ def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", data
         if long := [length for length in counted if length > data.max_prompt_length]:
             raise ValueError(
                 f"data.{split}_files: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length="
-                f"{data.max_prompt_length} (the longest has {max(long)} tokens, tools included); verl would cut off "
-                "their beginning. Raise data.max_prompt_length, or filter them: data.filter_overlong_prompts=true, "
+                f"{data.max_prompt_length} (the longest has {max(long)} tokens, tools included). "
+                "Raise data.max_prompt_length, or filter them: data.filter_overlong_prompts=true, "
                 "with actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/tools/code_interpreter.yaml if the "
                 "protocol is hermes, so that verl counts the interpreter's schema."
             )
@@ -68,4 +68,6 @@ def _lengths(config: DictConfig, tokenizer: "PreTrainedTokenizerBase") -> Prompt
 
 def _is_text(messages: Any) -> bool:
     """Tell whether messages are all text; verl itself refuses images and videos whose prompt is too long."""
-    return isinstance(messages, list) and all(isinstance(each.get("content"), str) for each in messages)
+    return isinstance(messages, list) and all(
+        isinstance(each, dict) and isinstance(each.get("content"), str) for each in messages
+    )

@@ -33,7 +33,7 @@ def test_the_table_has_what_verl_registers():
     assert known["trainer.v1.trainer_mode"] == set(TRAINER_REGISTRY)
     assert known["trainer.logger"] == set(Tracking.supported_backend)
     assert known[f"{ROLLOUT}.name"] == set(RolloutReplicaRegistry._registry)
-    assert known["reward.reward_manager.name"] == set(REWARD_MANAGER) - {"retool"}  # ours, if its module was imported
+    assert known["reward.reward_manager.name"] == set(REWARD_MANAGER)
     engines = known[f"{ROLLOUT}.checkpoint_engine.backend"]
     assert engines >= CheckpointEngineRegistry._registry.keys() - {"shared_file"}  # without those of absent packages
     assert all(len(names) > 1 for names in known.values())

@@ -189,10 +189,9 @@ def opened(roll_out, qwen_tokenizer, tmp_path):
 
 def test_a_prompt_that_an_environment_made_too_long_is_refused_and_not_cut(roll_out, qwen_tokenizer, tmp_path):
     file = tmp_path / "two.py"
-    file.write_text(TWO)
-    row = {"raw_prompt": [{"role": "user", "content": "1+1? " * 2000}]}
-    with pytest.raises(RuntimeError, match="opens with makes a prompt of .* tokens, above data.max_prompt_length=5000"):
-        roll_out(qwen_tokenizer, [[1]], protocol="hermes", environment=f"{file}:First", prompt=row)
+    file.write_text(TWO.replace('"First, then "', '"First, then " * 3000'))
+    with pytest.raises(RuntimeError, match="the prompt has .* tokens, above data.max_prompt_length=5000"):
+        roll_out(qwen_tokenizer, [[1]], protocol="hermes", environment=f"{file}:First")
 
 
 def test_each_environment_of_a_list_opens_with_what_the_one_before_said(opened):

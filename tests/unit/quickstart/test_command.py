@@ -88,7 +88,7 @@ def test_two_pipelines_do_not_write_into_one_folder(monkeypatch, tmp_path):
 
 def test_fresh_deletes_a_run_but_not_a_folder_that_holds_none(tmp_path):
     run, empty, home = tmp_path / "run", tmp_path / "empty", tmp_path / "home"
-    for folder in (run / "sft", empty, home / "thesis"):
+    for folder in (run / "sft/global_step_1", run / "eval/before/records", empty, home / "thesis"):
         folder.mkdir(parents=True)
     (run / "stages.json").write_text("[]")
 
@@ -116,6 +116,11 @@ def test_fresh_does_not_delete_a_run_that_no_quickstart_made(monkeypatch, tmp_pa
     out, metrics = tmp_path / "mine", tmp_path / "mine" / name / "metrics-1.jsonl"
     metrics.parent.mkdir(parents=True)
     metrics.write_text('{"step": 1, "data": {"train/acc": 0.5}}\n')
-    with pytest.raises(SystemExit, match=f"in which {metrics.parent} is a run that no quickstart made. Delete it you"):
+    told = rf"other runs \({name}\)" if name else "mine, a run that no quickstart made"
+    with pytest.raises(SystemExit, match=told):
         pipeline.delete_run(out)
+    if name:
+        (out / "stages.json").write_text("[]")  # of a quickstart, in whose folder another run was put
+        with pytest.raises(SystemExit, match=told):
+            pipeline.delete_run(out)
     assert metrics.exists()

@@ -288,6 +288,18 @@ def test_tests_that_wait_for_each_other_do_not_wait_for_the_sandbox():
     assert verify_by(answer, cases=cases, max_concurrency=1, queue_timeout_s=0.1, timeout_s=10.0).verdict == "correct"
 
 
+def test_sandbox_that_is_gone_is_not_waited_for_by_each_test_of_a_response():
+    asked = []
+
+    async def answer(stdin: str) -> web.Response:
+        asked.append(stdin)
+        return web.Response(status=500)
+
+    cases = {"inputs": [str(i) for i in range(40)], "outputs": ["42"] * 40}
+    assert verify_by(answer, cases=cases, max_concurrency=2).verdict == "unknown"
+    assert len(set(asked)) <= 4
+
+
 @pytest.mark.parametrize("answer", [{"status": "SandboxError", "message": "lost"}, 500], ids=str)
 def test_sandbox_that_loses_every_program_is_an_infrastructure_failure(answer):
     score = verify_by(answer, everything=True)

@@ -342,12 +342,6 @@ def test_impossible_setting_stops_the_start(make_manager, reward_kwargs, message
         make_manager(**reward_kwargs)
 
 
-def test_manager_is_registered_as_retool(make_manager):
-    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-
-    assert isinstance(make_manager(), get_reward_manager_cls("retool"))
-
-
 def test_verls_validation_metrics_take_the_infos(make_manager):
     from verl.trainer.ppo.metric_utils import process_validation_metrics
 

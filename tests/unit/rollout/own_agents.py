@@ -107,6 +107,11 @@ async def crashes_later(task, endpoint):
     raise KeyError("what the model wrote")
 
 
+def crashes_in_a_thread(task, endpoint):
+    endpoint.openai().chat.completions.create(model=endpoint.model, messages=task["messages"])
+    raise KeyError("what the model wrote")
+
+
 async def exits(task, endpoint):
     await ask(endpoint, task["messages"])
     sys.exit(1)

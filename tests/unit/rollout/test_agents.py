@@ -10,7 +10,6 @@ from tests.unit.conftest import ScriptedSandbox
 from tests.unit.rollout import own_agents
 from verl_ext.episode import summary_of
 from verl_ext.outcome import RolloutEnd
-from verl_ext.rollout.agents import task_of
 from verl_ext.rollout.client import TurnRequests
 from verl_ext.sandbox.client import RunResult
 
@@ -152,8 +151,6 @@ def test_the_agent_is_told_its_task_and_not_the_truth(play, tokenizer):
     assert "42" not in shown and "gold" not in shown and "truth" not in shown
     told = [("agent", {"repo": "x"}), ("data_source", "d"), ("id", "a5"), ("index", 5)]
     assert repr(told)[1:-1] in shown
-    schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"z": 1, "a": 2}}}
-    assert str(task_of({}, [], {"f": schema})["tools"]) == str([schema]), "in the order that traces of SFT have"
 
 
 @pytest.mark.parametrize("agent", ["runs_code", "in_a_thread"])

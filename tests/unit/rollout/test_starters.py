@@ -17,6 +17,7 @@ import pytest
 from tests.unit.rollout.test_agents import AGENTS, BOX, Server, make_loop, play  # noqa: F401 (fixtures)
 from verl_ext.gateway.outside import take
 from verl_ext.outcome import RolloutEnd
+from verl_ext.rollout.agents import task_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,6 +49,17 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_tools_are_told_in_the_order_that_traces_of_sft_have():
+    schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"z": 1, "a": 2}}}
+    assert str(task_of({}, [], {"f": schema})["tools"]) == str([schema])
+
+
+def test_a_crash_in_a_thread_is_told_by_the_agents_own_lines(play):  # noqa: F811
+    episode, _ = play("crashes_in_a_thread", [BOX])
+    assert episode.finish_reason == RolloutEnd.AGENT_ERROR and "KeyError: 'what the model wrote'" in episode.exception
+    assert "own_agents.py" in episode.exception and "threads.py" not in episode.exception
 
 
 def test_a_command_plays_an_episode_in_a_fresh_folder_and_ends_by_its_status(play, command, tmp_path):  # noqa: F811

@@ -297,6 +297,7 @@ def test_what_does_not_fit_an_objective_is_refused_at_the_start(cpu_platform, ob
     from verl_ext.trainer.objective import check_objective
 
     check_objective(compose_run("tiny_dapo", [f"+objective={objective}"]))
+    check_objective(compose_run("tiny_dapo", [f"{ACTOR}.policy_loss.loss_mode=vanilla", f"{CORRECTION}=null"]))
     with pytest.raises(ValueError, match=message):
         check_objective(compose_run("tiny_dapo", [f"+objective={objective}", *override.split()]))
 

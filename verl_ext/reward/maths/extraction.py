@@ -6,7 +6,6 @@ after its last `</think>`, outside the code it wrote and outside what tools prin
 
 import re
 from bisect import bisect_left as bisect
-from collections.abc import Iterator
 
 from verl_ext.protocols.thinking import after_thinking
 
@@ -61,19 +60,17 @@ def extract_answer(response_text: str, *, unfinished_thinking: bool = False) -> 
     return spoken[start + len("<answer>") : end] if start >= 0 else None
 
 
-def strip_tool_blocks(response_text: str, *, unfinished_thinking: bool = False, keep_fences: bool = False) -> str:
+def strip_tool_blocks(response_text: str, *, unfinished_thinking: bool = False) -> str:
     """Return the model's text after its last `</think>`, without its code, its tool calls and the tools' output.
 
-    Thoughts that are never closed are also left out, except with `unfinished_thinking`. Fences stay with `keep_fences`,
-    for what has no tool that reads them.
+    Thoughts that are never closed are also left out, except with `unfinished_thinking`.
 
     Blocks are `<code>`, `<interpreter>`, `<tool_call>`, `<tool_response>` and their likes, fences with a language name
     and the fence of output after one, and other roles' turns of a chat. A block that is never closed reaches to the
     end: a response cut off inside its code has not answered yet. A block that is never opened begins at the start.
     """
-    closed = _drop_closed_blocks(response_text, keep_fences=keep_fences)
-    outside = after_thinking(closed, unfinished=unfinished_thinking)
-    unclosed = next(_openings(outside, keep_fences), None)
+    outside = after_thinking(_drop_closed_blocks(response_text), unfinished=unfinished_thinking)
+    unclosed = _BLOCK_OPEN.search(outside)
     outside = outside[: unclosed.start()] if unclosed else outside
     return _STRAY_CLOSE.split(outside)[-1]
 
@@ -82,15 +79,11 @@ def _kind(match: re.Match[str]) -> str:
     return (match["tag"] or (match["role"] and "role") or match["fence"]).lower()
 
 
-def _openings(text: str, keep_fences: bool) -> Iterator[re.Match[str]]:
-    return (match for match in _BLOCK_OPEN.finditer(text) if not (keep_fences and match["fence"]))
-
-
-def _drop_closed_blocks(text: str, *, keep_fences: bool) -> str:
+def _drop_closed_blocks(text: str) -> str:
     closings: dict[str, list[tuple[int, int]]] = {}
     for match in _BLOCK_CLOSE.finditer(text):
         closings.setdefault(_kind(match), []).append(match.span())
-    openings = list(_openings(text, keep_fences))
+    openings = list(_BLOCK_OPEN.finditer(text))
     kept, position = [], 0
     for number, match in enumerate(openings):
         if match.start() < position:

@@ -208,7 +208,7 @@ class _Parser:
         return value
 
     def _small(self, value: Fraction) -> Fraction:
-        """Return an operand that is not too large, and neither are all together."""
+        """Return an operand; raise ValueError if it is too large, or all so far together are."""
         bits = value.numerator.bit_length(), value.denominator.bit_length()
         self._bits += sum(bits)
         if max(bits) > MAX_OPERAND_BITS or self._bits > MAX_TOTAL_BITS:

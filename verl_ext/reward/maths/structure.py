@@ -78,7 +78,8 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
     if key(pred) == key(gold):
         return Comparison(True, "string")
     if r"\approx" in gold:
-        gold = _exact_side(gold)[0]
+        exact, rounded = _exact_side(gold)
+        gold = exact or rounded[0]
     if r"\approx" not in pred:
         return _compare_labelled(pred, gold, compare_values, element)
     exact, rounded = _exact_side(pred)
@@ -202,8 +203,6 @@ def _is_consistent(chain: str, value: str, compare_values: CompareValues) -> boo
 def _exact_side(text: str) -> tuple[str, list[str]]:
     r"""Split `x = \frac13 \approx 0.333` into (`x = \frac13`, ["0.333"]), `x \approx 0.333` into ("x=0.333", [])."""
     exact, *rounded = (side.strip() for side in text.split(r"\approx"))
-    if rounded and not exact:
-        return rounded[0], rounded[1:]
     if "=" not in exact and is_label(exact):
         return f"{exact}={rounded[0]}", rounded[1:]
     return exact, rounded

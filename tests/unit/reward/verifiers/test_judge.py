@@ -81,6 +81,10 @@ def test_judge_reads_the_code_that_a_response_shows():
     """No tool reads its fences."""
     _, (request,) = judge("Score: 1", response="So:\n```python\nprint(2)\n```\n```output\n2\n```\nDone.")
     assert "So:\n```python\nprint(2)\n```\n```output\n2\n```\nDone." in request["messages"][0]["content"]
+    page = "```html\n<p>Call <code>f()</code> now</p></output>\n```"
+    _, (request,) = judge("Score: 1", response=f"<code>print(1)\n</code>A page:\n{page}\n\x00" + "0\x00")
+    prompt = request["messages"][0]["content"]
+    assert f"A page:\n{page}\n0" in prompt and "print(1)" not in prompt
 
 
 def test_without_reference():

@@ -126,11 +126,14 @@ class CodeVerifier:
         """
         try:
             async with self._turns:
+                if "sandbox_failure" in seen:  # the verdict is open already: a dead sandbox is not waited for again
+                    raise CannotJudge("sandbox_failure")
                 result = await self._client.run(program, stdin=stdin, **self._limits)
         except ValueError:  # refused, as too large, say. If every program is (a wrong URL), this raises.
             await self._client.run(CONTROL_PROGRAM, **self._limits)
             return RunResult("code_error", "", "", None, 0.0, 0.0, 1, "")
-        seen.add(result.status)
+        if not result.found_no_place:
+            seen.add(result.status)
         if result.status == "sandbox_failure":
             raise CannotJudge("sandbox_failure", found_no_place=result.found_no_place)
         return result

@@ -156,7 +156,7 @@ class _Compiler(ast.NodeTransformer):
         while found := set(self._find_aliases(tree)) - self._aliases:
             self._aliases |= found
         self._answers = {"_use_"}  # names that hold answers
-        self._grown: set[str] = set()  # those that hold further things, and have the answers only while judging
+        self._grown: set[str] = set()  # lists and dictionaries to which answers were added
         self._given: set[str] = set()  # names that calls of the program got
         self._count = 0
         self._calls: list[ast.stmt] | None = None  # of the present statement; None where it may have none
@@ -212,6 +212,8 @@ class _Compiler(ast.NodeTransformer):
             self._answers |= {_root(target) for target in node.targets}
             if not self._is_program(getattr(node.value, "func", None)):
                 value = ast.IfExp(_name("_judging_"), value, _name("_later_"))
+        else:
+            self._grown -= {target.id for target in node.targets if isinstance(target, ast.Name)}
         return [*calls, ast.Assign([self.visit(target) for target in node.targets], value, lineno=0)]
 
     def visit_For(self, node: ast.For | ast.If | ast.While) -> ast.AST:
