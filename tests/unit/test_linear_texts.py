@@ -18,6 +18,8 @@ from prepare_gsm8k import program
 import verl_ext.datasets
 import verl_ext.protocols
 from verl_ext.datasets import text as problem_text
+from verl_ext.gateway.messages import calls_in
+from verl_ext.gateway.template import Template
 from verl_ext.protocols.base import CODE_SCHEMA
 from verl_ext.protocols.code import CodeProtocol
 from verl_ext.protocols.hermes import HermesProtocol
@@ -158,6 +160,17 @@ READERS = {
     "trace": read_trace,
     "answer": extract_answer,
 }
+
+
+def test_calls_that_are_opened_again_and_again_are_read_in_linear_time_by_the_gateway(qwen_tokenizer):
+    parser = Template(qwen_tokenizer).parser
+    once, twice = (
+        min(
+            cpu_time(lambda text: calls_in(text, parser), '<tool_call>{\\"' * number + "</tool_call>") for _ in range(3)
+        )
+        for number in (4000, 8000)
+    )
+    assert twice < max(3 * once, 0.1)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -49,9 +49,13 @@ def install(verl: ModuleType) -> None:
 def _publish(folder: Path, step: int) -> Path:
     checkpoint = checkpoints.publish(folder, step)
     logger.info("Checkpoint of step %s is complete: %s", step, checkpoint)
+    return checkpoint
+
+
+def _remove_old(step: int) -> None:
+    """Remove the checkpoints that a run does not keep: last, because it may take minutes, in which a run is killed."""
     if _rolling is not None:
         _rolling.after_save(step)
-    return checkpoint
 
 
 def sync_shards(module: ModuleType) -> None:
@@ -119,6 +123,7 @@ class WholeSaves(CheckpointHandler):
         self._wait_for_ranks()  # all ranks' parts are on disk
         if self.rank == 0:
             _publish(folder, step)
+            _remove_old(step)
         self._wait_for_ranks()
 
     def load_checkpoint(self) -> int:
@@ -220,6 +225,7 @@ def guard_rl(module: ModuleType) -> None:
             settings.default_local_dir, self.checkpoint_callback = str(folder), callback
         checkpoint = _publish(folder, step)
         callback.on_save(trainer=self, global_step=step, checkpoint_dir=str(checkpoint), async_save=False)
+        _remove_old(step)
 
     def _load_checkpoint(self: Any) -> None:
         settings = self.config.trainer

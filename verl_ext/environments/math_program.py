@@ -196,6 +196,8 @@ def scipy(name):
     try:
         return importlib.import_module(f"scipy.{name}")
     except ImportError as error:
+        if "map segment" in str(error) or "allocate memory" in str(error):  # what the expression has left
+            raise MemoryError(str(error)) from error
         print(error, file=sys.stderr)
         sys.exit(MISSING)
 

@@ -123,10 +123,10 @@ def calls_in(
     """Return the text around the calls of a turn, and name and arguments of each call.
 
     Args:
-        parser: without a limit on calls.
+        parser: that of a `Template`.
         thinking: the turn begins within thinking, in which nothing is a call.
     Returns:
-        All of the text and no calls, if a call cannot be read.
+        All of the text and no calls, if a call cannot be read, or there are too many.
     """
     if CALL_START not in text:
         return text, []

@@ -8,7 +8,6 @@ from __future__ import annotations  # transformers, which takes 1.3 s, is import
 
 import hashlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from verl_ext.protocols.hermes import HermesProtocol
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_CALLS = 64  # of a turn; one with more is told as text, whatever the model repeats
 _MARK, _MARK_END = "\ue000", "\ue001"  # around the number of a token's text while the template renders
 _MARKS = re.compile(f"{_MARK}(\\d+){_MARK_END}")
 
@@ -50,7 +50,7 @@ class Template:
         self.tokenizer = tokenizer
         self._kwargs = checked_kwargs(tokenizer, template_kwargs)
         self._encoder = SegmentEncoder(tokenizer)
-        self.parser = HermesProtocol(tokenizer, self._kwargs, max_parallel_calls=sys.maxsize)
+        self.parser = HermesProtocol(tokenizer, self._kwargs, max_parallel_calls=MAX_CALLS)
         self._end_ids = {*tokenizer.all_special_ids}
         self.special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]

@@ -112,8 +112,8 @@ async def play_agent(
     async def generate(**_: Any) -> TokenOutput:
         return TokenOutput(token_ids=list(ids), stop_reason="completed")
 
-    quiet = {"retool": {"recorder": {"enable": False}}}
-    quiet["actor_rollout_ref"] = {"rollout": {"prompt_length": sys.maxsize}}  # a long row may be filtered out later
+    any_length = {"rollout": {"prompt_length": sys.maxsize}}  # a long row may be filtered out later
+    quiet = {"retool": {"recorder": {"enable": False}}, "actor_rollout_ref": any_length}
     merged, server = cast(DictConfig, OmegaConf.merge(config, quiet)), SimpleNamespace(generate=generate)
     loop = standalone.make_loop(merged, server, tokenizer, list(tools), hf_model_type=None)
     try:

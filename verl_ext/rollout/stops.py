@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.protocols.base import ToolProtocol, decoded
 from verl_ext.protocols.thinking import THINK_STOP, is_thinking, opens_thinking
 
+MAX_MENTIONS = 32  # of stops, in one turn
 _FRAME_TOKENS = 16  # before a turn, in which an opened `<think>` is found
 
 
@@ -19,7 +20,8 @@ class Stops:
     """The stops of a protocol: its own ends a call, except within thinking, where the model continues to write.
 
     After a draft of a call within thinking, the next stop is the end of the thinking: a draft that repeats a tag does
-    not cost a request for each.
+    not cost a request for each. Nor does a turn that names tags again and again: after MAX_MENTIONS it stops at its
+    end, where `length` still finds a call.
     """
 
     def __init__(self, protocol: ToolProtocol, tokenizer: PreTrainedTokenizerBase):
@@ -71,4 +73,6 @@ class Stops:
         stop = self._protocol.stop
         if stop is None or not (stop in sent or THINK_STOP in sent) or self._protocol.call_end(text, thinking=thinking):
             return None
+        if text.count(stop) + text.count(THINK_STOP) > MAX_MENTIONS:
+            return decoded(self._tokenizer, [end_id(self._tokenizer)])
         return THINK_STOP if is_thinking(text, thinking) else stop

@@ -242,19 +242,20 @@ def check_objective(config: DictConfig) -> None:
         raise ValueError(
             "algorithm.rollout_correction is null; expected verl's section. Set its rollout_is and rollout_rs to null."
         )
+    bypasses = bool(correction and correction.bypass_mode)
     if estimator in OF_TOKENS:
         if config.actor_rollout_ref.model.get("use_fused_kernels"):
             raise ValueError(
                 f"algorithm.adv_estimator={estimator} needs the whole distribution of each token, which "
                 "actor_rollout_ref.model.use_fused_kernels=true does not compute. Set it to false."
             )
-        if correction.bypass_mode or not actor.calculate_sum_pi_squared:
+        if bypasses or not actor.calculate_sum_pi_squared:
             raise ValueError(
                 f"algorithm.adv_estimator={estimator} needs the actor's pass for old log-probs; got rollout_correction."
-                f"bypass_mode={correction.bypass_mode} and actor.calculate_sum_pi_squared="
+                f"bypass_mode={bypasses} and actor.calculate_sum_pi_squared="
                 f"{actor.calculate_sum_pi_squared}; expected false and true. objective=tir_otb sets both."
             )
-    elif actor.calculate_sum_pi_squared and correction.bypass_mode:
+    elif actor.calculate_sum_pi_squared and bypasses:
         raise ValueError(
             "actor.calculate_sum_pi_squared=true needs the actor's pass for old log-probs, which algorithm."
             "rollout_correction.bypass_mode=true skips. Set one of them to false."

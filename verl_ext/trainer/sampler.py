@@ -99,7 +99,6 @@ class DapoReplayBuffer(EndedGroups):
         self._is_spent = False  # whether more such groups have ended than may be replaced
         self.selection = Selection()  # of the newest batch
         self.checks: list[Callable[[], None]] = []
-        self._rng = random.Random(0)  # draws the rollouts that are repeated
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
         """Wait for `batch_size` prompt groups and take them.
@@ -343,7 +342,8 @@ class DapoReplayBuffer(EndedGroups):
                 gone.update(group.dropped)
             elif group.excluded and not group.is_lost():
                 # Copies of valid ones, drawn at random, replace the excluded. More are valid: none is drawn twice.
-                sources += self._rng.sample(list(group.valid), len(group.excluded))
+                # By the prompt's name: in whatever order they ended, and also in a resumed run.
+                sources += random.Random(f"fill/{uid}").sample(sorted(group.valid), len(group.excluded))
                 gone.update(group.excluded)
                 left_out |= {key: f"left out of the batch: {reason}" for key, reason in group.excluded.items()}
                 self._counts.filled += 1

@@ -36,6 +36,26 @@ def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(hooks: Any, tmp_pa
         PPOTrainer._load_checkpoint(trainer)
 
 
+def test_old_checkpoints_are_removed_when_all_know_of_the_new_one(hooks: Any, tmp_path: Path):
+    """Removing takes minutes, and a run that is killed meanwhile has recorded the step that it resumes from."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    hooks.keep_checkpoints(
+        {"trainer": {"default_local_dir": str(tmp_path)}, "retool": {"checkpoints": {"keep_last": 1}}}
+    )
+    trainer, there = rl_trainer(tmp_path, Engine(tmp_path)), []
+    on_save = trainer.checkpoint_callback.on_save
+
+    def noted(**event: Any) -> None:
+        there.append(checkpoints.steps(tmp_path))
+        on_save(**event)
+
+    trainer.checkpoint_callback.on_save = noted
+    for trainer.global_steps in (2, 4):
+        PPOTrainer._save_checkpoint(trainer)
+    assert there == [[2], [2, 4]] and checkpoints.steps(tmp_path) == [4]
+
+
 @pytest.mark.parametrize(("val_only", "later"), [(False, 2), (True, 4)])
 def test_a_run_that_goes_back_leaves_later_checkpoints_behind(hooks: Any, tmp_path: Path, val_only: bool, later: int):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer

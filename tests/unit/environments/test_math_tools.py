@@ -177,6 +177,22 @@ def test_a_text_that_is_no_expression_is_refused_in_one_line(expression, monkeyp
     assert "Error: " in told.err and len(told.err) < 400
 
 
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("libblas.so: failed to map segment from shared object", MemoryError),
+        ("No module named 'scipy'", SystemExit),
+    ],
+)
+def test_a_library_that_found_no_memory_is_not_taken_for_one_that_is_missing(monkeypatch, said, raised):
+    def fail(name):
+        raise ImportError(said)
+
+    monkeypatch.setattr(math_program.importlib, "import_module", fail)
+    with pytest.raises(raised):
+        math_program.scipy("optimize")
+
+
 def test_powers_are_counted_before_sympy_sees_them():
     assert math_program.parse("x" + "*x^2" * 100, ["x"]).free_symbols
     for power in ("^", "**"):

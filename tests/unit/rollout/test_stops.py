@@ -39,6 +39,14 @@ def test_a_turn_that_stops_at_a_draft_continues(roll_out, tokenizer, encode, ans
     assert episode.row.log_probs[: len(call)] == [-(i + 1) / 1000 for i in range(len(call))]
 
 
+def test_a_turn_that_names_a_tag_again_and_again_stops_at_its_end(roll_out, tokenizer, encode, answer):
+    mentions, rest = encode("`</code>` " * 40), encode(f"now {CALL} and on") + [tokenizer.eos_token_id]
+    episode, server, sandbox = roll_out(tokenizer, [mentions, rest, answer], ["2"], response_length=900)
+    assert [request["stop"] for request in server.calls] == [["</code>"], [tokenizer.eos_token], ["</code>"]]
+    assert sandbox.codes == ["print(1+1)"] and episode.finish_reason == "answer"
+    assert texts(episode, tokenizer)[0].startswith("`</code>` " * 40 + f"now {CALL}\\boxed")
+
+
 def test_the_records_have_such_a_turn_once(roll_out, tokenizer, encode, answer):
     parts = [encode("<think><code>9</code>"), encode("</think>"), encode(CALL)]
     episode, *_ = roll_out(
