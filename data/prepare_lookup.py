@@ -38,13 +38,15 @@ PERSON = (
 
 
 def names(rng: random.Random, syllables: int) -> Iterator[str]:
-    """Yield different names."""
+    """Yield different names; with a further syllable when all shorter ones are used."""
     seen = set()
     while True:
         name = "".join(rng.choices(SYLLABLES, k=syllables)).capitalize()
         if name not in seen:
             seen.add(name)
             yield name
+            if len(seen) == len(SYLLABLES) ** syllables:
+                seen, syllables = set(), syllables + 1
 
 
 def make_facts(rng: random.Random, people: int, towns: Iterator[str]) -> tuple[list[dict], list[dict]]:

@@ -16,12 +16,13 @@ FAIL_TO_PASS, or if the fix could be read in the sandbox or in what is left of t
 import argparse
 import asyncio
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
 from repositories import Measure, Outcome, changes
-from sdists import commit_releases, releases, sdist
+from sdists import NotDownloaded, commit_releases, releases, sdist
 
 from verl_ext.runs import parquet
 from verl_ext.sandbox.client import SandboxClient
@@ -36,16 +37,20 @@ def from_git(args: argparse.Namespace) -> tuple[Path, list[Instance]]:
 
 
 def from_sdists(args: argparse.Namespace) -> tuple[Path, list[Instance]]:
-    """Download releases, commit each, and return the repository and its changes."""
+    """Download releases and commit each, unless an earlier call did; return the repository and its changes."""
+    repo = args.out / "histories" / args.package
+    if repo.exists():
+        print(f"{repo}: the releases of an earlier call; remove it for others", flush=True)
+        return repo, changes(repo, args.package, None)
     versions = args.versions.split(",") if args.versions else releases(args.package, args.last or 8)
     trees = []
     for version in versions:
         print(f"{args.package} {version}: downloading", flush=True)
         trees.append((version, *sdist(args.package, version)))
-    repo = args.out / "histories" / args.package
-    if repo.exists():
-        raise SystemExit(f"{repo} exists already. Remove it, or choose another --out.")
-    commit_releases(repo, args.package, trees)
+    part = repo.with_name(f"{repo.name}.part")  # so that an interruption leaves no half of it
+    shutil.rmtree(part, ignore_errors=True)
+    commit_releases(part, args.package, trees)
+    part.rename(repo)
     return repo, changes(repo, args.package, None)
 
 
@@ -129,7 +134,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    repo, instances = args.read(args)
+    try:
+        repo, instances = args.read(args)
+    except (NotDownloaded, OSError, ValueError) as error:
+        raise SystemExit(f"{args.command}: {error}") from None
     print(f"{repo}: {len(instances)} changes of sources and tests", flush=True)
     with nullcontext(args.sandbox) if args.sandbox else running_server() as url:
         outcomes = asyncio.run(measure(repo, instances, url, args.out / "repos", args))

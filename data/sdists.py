@@ -72,8 +72,7 @@ def commit_releases(repo: Path, name: str, trees: Sequence[tuple[str, Tree, date
     git.git("init", "--quiet", "--initial-branch=main", cwd=repo)
     before = Tree()
     for version, tree, time in trees:
-        for path in before.keys() - tree.keys():
-            (repo / path).unlink()
+        git.git("rm", "-r", "--quiet", "--force", "--ignore-unmatch", ".", cwd=repo)  # emptied folders, too
         git.write_files(tree, repo)
         git.git("add", "--all", "--force", cwd=repo)
         message = f"{name} {version}\n\n{news(before, tree)}".strip()

@@ -59,9 +59,11 @@ def shortcut_rates(problems: Iterable[tuple[str, str]]) -> dict[str, float]:
 
 
 def describe_shortcuts(sources: Mapping[str, Iterable[tuple[str, str]]]) -> str:
-    """Return a line for each data source: `svamp_ood: largest minus smallest 26.0%, ...`."""
+    """Return a line for each data source that has problems: `svamp_ood: largest minus smallest 26.0%, ...`."""
     lines = ["Accuracy of rules that do not read the problem:"]
     for source, problems in sources.items():
-        rates = ", ".join(f"{name} {rate:.1%}" for name, rate in shortcut_rates(problems).items())
+        if not (given := list(problems)):
+            continue
+        rates = ", ".join(f"{name} {rate:.1%}" for name, rate in shortcut_rates(given).items())
         lines.append(f"  {source}: {rates}")
     return "\n".join(lines)

@@ -236,10 +236,11 @@ show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 
 }
 
 tell_uv() { # pip's indexes, links and certificate, which uv does not read itself
-    local line key each
+    local line key each no_index=""
     while IFS= read -r line; do # the environment's first
         key=${line%%=*}
         line=${line#*=}
+        line=${line//\\n/ } # pip prints a value of several lines as '\nfirst\nsecond'
         for each in ${line//\'/}; do
             case ${key##*.} in
                 cert) export SSL_CERT_FILE=${SSL_CERT_FILE:-$each} ;;
@@ -247,9 +248,11 @@ tell_uv() { # pip's indexes, links and certificate, which uv does not read itsel
                 extra-index-url) UV_OPTIONS+=("--index=$each") ;;
                 find-links) UV_OPTIONS+=("--find-links=$each") ;;
                 trusted-host) UV_OPTIONS+=("--allow-insecure-host=$each") ;;
+                no-index) no_index=${no_index:-$each} ;;
             esac
         done
     done < <("$VENV/bin/python" -m pip config list)
+    case ${no_index,,} in 1 | t | true | y | yes | on) UV_OPTIONS+=(--no-index) ;; esac # uv takes it once only
 }
 
 install() { # $1: number of packages; the rest: arguments of pip install

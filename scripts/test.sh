@@ -121,7 +121,7 @@ else
     run_pytest "${COVERAGE[@]}" tests/unit
     if [ ${#COVERAGE[@]} != 0 ]; then
         mkdir -p outputs
-        "$PYTHON" -m coverage report >outputs/coverage.txt
+        "$PYTHON" -m coverage report >outputs/coverage.txt || failed=1 # there is no data
         say "coverage of verl_ext by the unit tests, without processes that they start: $(tail -n 1 outputs/coverage.txt)"
     fi
     if [ "$PART" != unit ]; then

@@ -39,8 +39,11 @@ def texts(folder: Path) -> Iterator[str]:
         for message in json.loads(row["messages"]):
             yield str(message.get("content") or "")
             for call in message.get("tool_calls") or []:
-                yield json.dumps(call["function"], ensure_ascii=False)
-                yield str(call["function"]["arguments"].get("code", ""))
+                function = call.get("function") or call
+                if isinstance(function["arguments"], str):  # as OpenAI's API has them
+                    function = function | {"arguments": json.loads(function["arguments"])}
+                yield json.dumps(function, ensure_ascii=False)
+                yield str(function["arguments"].get("code", ""))
 
 
 def main() -> None:

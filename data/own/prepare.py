@@ -54,8 +54,8 @@ def read_own(source: str, name: str, prompt: str) -> list[dict[str, Any]]:
             problem_row(problem, index, data_source=name, split="train", protocol=prompt)
             for index, problem in enumerate(problems)
         ]
-    if len(rows) < LEAST:
-        raise DataError(f"{source} has {len(rows)} usable problems; RL and its test need at least {LEAST}.")
+    if (count := len({problem_key(row) for row in rows})) < LEAST:
+        raise DataError(f"{source} has {count} usable problems; RL and its test need at least {LEAST}.")
     return rows
 
 
@@ -82,10 +82,10 @@ def problem_key(row: dict[str, Any]) -> str:
 
 def split(rows: list[dict[str, Any]], most_test: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return training and test rows: a problem is in the same part wherever it stands, and whatever the seed."""
-    drawn = sorted(rows, key=lambda row: hashlib.blake2b(problem_key(row).encode()).digest())
-    count = min(most_test, max(1, round(TEST_SHARE * len(rows))))
-    test = {id(row) for row in drawn[:count]}
-    return [row for row in rows if id(row) not in test], [row for row in rows if id(row) in test]
+    keys = {problem_key(row) for row in rows}  # fewer than rows if a problem has several ground truths
+    drawn = sorted(keys, key=lambda key: hashlib.blake2b(key.encode()).digest())
+    test = set(drawn[: min(most_test, max(1, round(TEST_SHARE * len(drawn))))])
+    return [row for row in rows if problem_key(row) not in test], [row for row in rows if problem_key(row) in test]
 
 
 def read_sft(source: str, test: Iterable[dict[str, Any]], prompt: str | None) -> list[dict[str, str | None]]:

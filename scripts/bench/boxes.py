@@ -14,10 +14,9 @@ server has no box, no process, no folder and no mount that it did not have befor
 """
 
 import asyncio
-import io
 import random
 import sys
-import tarfile
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -28,6 +27,7 @@ import psutil
 
 from scripts.studies.shared import command_line
 from verl_ext.sandbox import Box, RunResult, SandboxClient, running_server
+from verl_ext.tasks.archive import merge, pack
 
 IDLE_S = 10.0  # after which the server ends a box that its client has left
 CALLS = 20  # of a command in each box, so that its ticks add up
@@ -93,16 +93,16 @@ async def costs(client: SandboxClient, count: int) -> list[tuple[str, float, flo
             found.append((what, (cpu_s() - before) / calls * 1e3, (time.monotonic() - started) / calls * 1e3))
             return results
 
-        archive = packed({"app/data.txt": b"1\n" * 500})
+        archive = pack({"app/data.txt": b"1\n" * 500})
         boxes = await each("open a box", lambda _: opened.open(archive))
         await each("command: true", lambda i: boxes[i].run("true", timeout_s=30), CALLS)
         await each("command: ls | wc -l", lambda i: boxes[i].run("ls | wc -l > out", timeout_s=30), CALLS)
         await each("command: python3 -c", lambda i: boxes[i].run("python3 -c 'print(6 * 7)' > out", timeout_s=30))
         sealed = await each("seal", lambda i: boxes[i].seal(["/app"]))
-        tests = packed({"tests/test.sh": TEST.replace("as-agent ", "").encode(), "tests/safe.sh": TEST.encode()})
+        tests = pack({"tests/test.sh": TEST.replace("as-agent ", "").encode(), "tests/safe.sh": TEST.encode()})
 
         async def score(i: int, script: str) -> RunResult:
-            box = await opened.open(joined(sealed[i].archive, tests))
+            box = await opened.open(merge(sealed[i].archive, tests))
             return await box.run(f"bash /tests/{script}", timeout_s=30)
 
         assert all(result.status == "ok" for result in await each("score", lambda i: score(i, "test.sh")))
@@ -123,7 +123,7 @@ async def many(client: SandboxClient, count: int) -> list[str]:
                 if result.status != "ok" or result.stdout not in ("", f"{i}\n"):
                     faults.append(f"{result.status} {result.stderr or result.message or result.stdout}"[:200])
             sealed = await box.seal(["/app"])
-            other = await opened.open(joined(sealed.archive, packed({"tests/test.sh": TEST.encode()})))
+            other = await opened.open(merge(sealed.archive, pack({"tests/test.sh": TEST.encode()})))
             result = await other.run(f'bash /tests/test.sh && test "$(cat /app/own)" = {i}', timeout_s=120)
             if result.status != "ok":
                 faults.append(f"scored {result.status} {result.stderr or result.message}"[:200])
@@ -155,7 +155,7 @@ async def run_episodes(url: str, count: int, rng: random.Random) -> Counter[str]
 async def episode(client: SandboxClient, rng: random.Random, *, closes: bool) -> None:
     box = Box(client, memory_mb=300, disk_mb=64)
     try:
-        await box.open(packed({"app/data.txt": b"1\n"}))
+        await box.open(pack({"app/data.txt": b"1\n"}))
         for _ in range(rng.randint(1, 4)):
             await box.run(rng.choice(COMMANDS), timeout_s=rng.choice([0.2, 1.0]))
         await box.seal(["/app", "/logs/x"], max_bytes=1 << 20)
@@ -195,7 +195,7 @@ class State:
         self.counts = {line.split()[0]: float(line.split()[1]) for line in metrics if line.startswith(kept)}
         self.counts["processes"] = len(processes)
         self.counts["mounts"] = len(Path("/proc/self/mountinfo").read_text().splitlines())
-        self.counts["folders"] = sum(1 for _ in Path("/tmp").glob("verl-sandbox-*/*"))
+        self.counts["folders"] = sum(1 for _ in Path(tempfile.gettempdir()).glob("verl-sandbox-*/*"))
         self.counts["shared memory, in 64 MiB"] = psutil.virtual_memory().shared >> 26
 
     async def settle(self) -> list[str]:
@@ -234,25 +234,6 @@ def uss(process: psutil.Process) -> int:
         return process.memory_full_info().uss
     except psutil.NoSuchProcess:
         return 0
-
-
-def packed(files: dict[str, bytes]) -> bytes:
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        for path, content in files.items():
-            header = tarfile.TarInfo(path)
-            header.size = len(content)
-            tar.addfile(header, io.BytesIO(content))
-    return archive.getvalue()
-
-
-def joined(*archives: bytes) -> bytes:
-    """Return one archive with the files of several."""
-    files = {}
-    for archive in archives:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            files |= {member.name: tar.extractfile(member).read() for member in tar if member.isreg()}
-    return packed(files)
 
 
 if __name__ == "__main__":

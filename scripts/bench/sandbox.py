@@ -102,10 +102,10 @@ async def client_cpu_ms(url: str, count: int) -> tuple[float, float]:
 
 async def cpu_ms_of_many(call: Callable[[], Awaitable], count: int) -> float:
     await asyncio.gather(*(call() for _ in range(64)))
-    before = time.process_time()
-    for _ in range(count // 64):
+    before, rounds = time.process_time(), max(1, count // 64)
+    for _ in range(rounds):
         await asyncio.gather(*(call() for _ in range(64)))
-    return (time.process_time() - before) / (count // 64 * 64) * 1000
+    return (time.process_time() - before) / (rounds * 64) * 1000
 
 
 def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int) -> float:

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from scripts.bench.vs_trl import new_folder, run_ours
@@ -86,7 +87,7 @@ def main() -> None:
         for index, (name, variant) in enumerate(chosen.items()):
             out = folder / f"{number}-{index}"
             repo = copy_without(variant.without, out / "code") if variant.without else REPO
-            python.write_text(PYTHON.format(repo=repo, shell=variant.shell, python=sys.executable))
+            python.write_text(PYTHON.format(repo=quote(str(repo)), shell=variant.shell, python=quote(sys.executable)))
             python.chmod(0o755)
             overrides = (*variant.overrides, "algorithm.filter_groups.enable=false")
             with running_server(options=SANDBOX_OPTIONS) as sandbox, Supervisor() as supervisor:

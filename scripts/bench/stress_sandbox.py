@@ -129,7 +129,7 @@ async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> li
             fault = await check(client, name, number)
             faults.extend([fault] if fault else [])
 
-    tenth = num_requests // 10
+    tenth = max(1, num_requests // 10)
     for end in range(tenth, num_requests + 1, tenth):
         numbers = iter(range(end - tenth, end))
         await asyncio.gather(*(send() for _ in range(args.clients)))

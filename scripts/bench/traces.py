@@ -7,7 +7,6 @@ right answer. The CPU seconds of the command are its own; those of the sandbox a
 programs` has only traces without a call.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
-from scripts.studies.shared import cpu_seconds
+from scripts.studies.shared import command_line, cpu_seconds
 from verl_ext.runs import parquet
 from verl_ext.settings import REPO
 from verl_ext.traces.__main__ import main as traces
@@ -30,7 +29,7 @@ KINDS = ("mental", "tool", "repair", "give_up")  # of task.TRACE_MIX, those that
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__spec__, __doc__)
     parser.add_argument("--traces", type=int, default=10_000, help="default: %(default)s")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

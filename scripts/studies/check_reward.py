@@ -26,7 +26,7 @@ from scripts.studies.shared import command_line
 from verl_ext.reward import Score, score_answer
 from verl_ext.reward.grade import judge_by_math_verify
 from verl_ext.reward.maths.extraction import extract_answer
-from verl_ext.reward.maths.rationals import NotANumber, read_quantity
+from verl_ext.reward.maths.rationals import read_quantity
 from verl_ext.reward.score import compare
 from verl_ext.runs import jsonl, parquet
 
@@ -202,8 +202,6 @@ def approximate(latex: str) -> float | None:
     try:
         quantity = read_quantity(latex.strip())
         return float(quantity.value if quantity else sympy.N(latex2sympy(latex)))
-    except (NotANumber, TypeError, ValueError, AttributeError):
-        return None
     except Exception:  # the parser raises many kinds; all mean that it is not a number
         return None
 

@@ -292,8 +292,7 @@ async def converse(conversations: int, model: Path, seed: int = 0) -> tuple[Find
             ):
                 for i in todo:
                     gateway, rng = gateways[i % 2], random.Random(seed * 10**6 + i)
-                    params = {"temperature": 1.0, "top_p": 1.0, "logprobs": 0}
-                    endpoint = gateway.open(params, CONTEXT, max_turns=64)
+                    endpoint = gateway.open(dict(PARAMS), CONTEXT, max_turns=64)
                     agent = Agent(rng, endpoint, i % 2 == 1, client, http, did)
                     await agent.play()
                     if rng.random() < 0.8:  # else what nobody waits for any more is given up

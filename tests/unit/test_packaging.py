@@ -21,6 +21,7 @@ REPO = Path(__file__).resolve().parents[2]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=REPO, check=True, capture_output=True, text=True).stdout.splitlines()
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 SHIPPED = ("configs", "data", "recipe", "requirements")
+WRITTEN = ("data/kept.parquet", "data/kept.pass_rates.jsonl", "data/kept.samples/settings.json")  # by our commands
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TRACKED:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, source / name)
+    for name in WRITTEN:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
     subprocess.run(command, check=True)
     return next(folder.glob("verl_retool-*.whl"))
@@ -69,6 +73,7 @@ def test_a_wheel_has_all_files_of_the_package_and_what_it_reads_beside_it(wheel:
     expected |= {f"verl_ext/shipped/{name}" for name in TRACKED if name.split("/")[0] in SHIPPED}
     assert {"verl_ext/py.typed", "verl_ext/shipped/configs/tiny_dapo.yaml"} <= expected
     assert expected - names == set()
+    assert not [name for name in names if "/kept." in name], "a user's own data"
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests/", "scripts/"))]
 
 

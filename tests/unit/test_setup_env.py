@@ -219,3 +219,24 @@ def test_a_later_call_keeps_the_choice(gpu):
     (gpu / ".venv" / "retool-env.txt").write_text("gpu\nflash-attn 0\n")
     assert check(gpu).returncode == 0
     assert "nvcc was not found" in check(gpu, RETOOL_FLASH_ATTN="1").stderr
+
+
+# pip's configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("no_index", "times"), [("True", 1), ("0", 0)])  # the variable overrides the file
+def test_uv_gets_each_line_of_pips_configuration_as_an_option(no_index, times, tmp_path):
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nextra-index-url =\n    https://a.example/simple\n    https://b.example/simple\n"
+        "find-links =\n    /wheels\n    /more\ntrusted-host = a.example b.example\nno-index = yes\n"
+    )
+    (tmp_path / "bin").mkdir()
+    replace(tmp_path / "bin" / "python", f'exec {sys.executable} "$@"')
+    script = (ROOT / "scripts" / "setup_env.sh").read_text()
+    function = "tell_uv() {" + script.partition("tell_uv() {")[2].partition("\n}\n")[0] + "\n}\n"
+    command = ["/bin/bash", "-c", function + "UV_OPTIONS=(); tell_uv; printf '%s\\n' \"${UV_OPTIONS[@]}\""]
+    environment = {"VENV": str(tmp_path), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PIP_NO_INDEX": no_index}
+    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
+    expected = {"--index=https://a.example/simple", "--index=https://b.example/simple", "--find-links=/wheels"}
+    assert expected | {"--find-links=/more", "--allow-insecure-host=b.example"} <= set(told)
+    assert told.count("--no-index") == times

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-# Stands in for pytest: notes the last argument of each call, and fails for one of them.
+# Stands in for pytest and coverage: notes the last argument of each call of pytest, and fails for one argument.
 PYTHON = """#!/bin/bash
-[ "$2" = pytest ] || exit 0
+[ "$2" = pytest ] || { [ "$3" != "$FAILS" ]; exit; }
 for last; do :; done
 echo "$last" >>"$CALLS"
 [ "$last" != "$FAILS" ]
@@ -41,6 +41,7 @@ ALONE = "tests/e2e/test_sandbox_faults.py"
         (["nightly"], "tests/unit", ["tests/unit", "tests/e2e", ALONE], 1),
         (["nightly"], ALONE, ["tests/unit", "tests/e2e", ALONE], 1),
         (["nightly"], "nothing", ["tests/unit", "tests/e2e", ALONE], 0),
+        (["nightly"], "report", ["tests/unit", "tests/e2e", ALONE], 1),  # of coverage
         ([], "tests/unit", ["tests/unit"], 1),
         ([], "nothing", ["tests/unit", "tests/e2e", ALONE], 0),
         (["unit"], "nothing", ["tests/unit"], 0),

@@ -38,6 +38,11 @@ def test_rates_are_means_over_all_problems():
     )
 
 
+def test_a_source_without_problems_has_no_line():
+    said = describe_shortcuts({"svamp": [], "sums": iter([("2 pens and 3 cups. In all?", "5")])})
+    assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  sums"]
+
+
 def test_a_fifth_of_svamp_falls_to_largest_minus_smallest():
     rows = [json.loads(line) for line in (REPO / "data" / "svamp" / "svamp.jsonl").read_text().splitlines()]
     assert len(rows) == 1000 and all(row["problem"] and row["answer"] == row["answer"].strip() for row in rows)

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import itertools
 import json
 import random
 import sqlite3
@@ -260,3 +261,12 @@ def test_the_lookup_task_needs_two_documents_and_its_traces_are_what_the_tools_s
         function = call["tool_calls"][0]["function"]
         assert getattr(search, function["name"])(**function["arguments"]) == said["content"]
     assert messages[-1]["content"].startswith("\\boxed{")
+
+
+@pytest.mark.timeout(60)
+def test_the_lookup_task_has_names_for_any_number_of_people():
+    import prepare_lookup
+
+    every = 18**2  # names of two syllables
+    names = [*itertools.islice(prepare_lookup.names(random.Random(0), 2), every + 10)]
+    assert len({*names}) == every + 10 and {len(name) for name in names[every:]} == {9}

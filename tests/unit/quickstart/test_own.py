@@ -1,10 +1,12 @@
 """The quickstart on a user's problems, traces, tools and reward; its data scripts really run."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -171,6 +173,17 @@ def test_tools_of_the_user_are_called_as_json_and_shown_in_a_line(files, make_ru
     assert f"actor_rollout_ref.rollout.multi_turn.function_tool_path='{files['tools.py']}'" in rl
 
 
+def test_the_tiny_model_reads_calls_in_every_form_of_a_trace(tmp_path, tiny_tools, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds to it
+    call = {"name": "python", "arguments": {"code": "print(1)"}}
+    as_openai = {"type": "function", "function": call | {"arguments": json.dumps(call["arguments"])}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call, as_openai, {"function": call}]}]
+    pq.write_table(pa.table({"messages": [json.dumps(messages)]}), tmp_path / "sft_train.parquet")
+    pq.write_table(pa.table({"prompt": [[{"role": "user", "content": "?"}]]}), tmp_path / "rl_train.parquet")
+    texts = runpy.run_path(str(pipeline.REPO / "data" / "own" / "build_model.py"))["texts"]
+    assert [*texts(tmp_path)][-6:] == [json.dumps(call), "print(1)"] * 3
+
+
 @pytest.mark.nightly
 def test_a_model_that_is_there_goes_straight_to_rl(files, make_run, tmp_path, tiny_tools):
     tokenizer = tiny_tools.build_model.build_tokenizer()
@@ -212,6 +225,24 @@ def test_too_few_problems_and_traces_that_are_none_are_named(files, tmp_path):
     last = files["traces.jsonl"].read_text().splitlines(keepends=True)[-1]
     (tmp_path / "none.jsonl").write_text(last)
     assert "1 traces of" in run("--data", files["mine.jsonl"], "--traces", tmp_path / "none.jsonl")
+
+
+def test_rows_of_one_problem_are_in_one_part_and_count_as_one_problem(tmp_path):
+    def run(problems: int) -> subprocess.CompletedProcess:
+        rows = [
+            {"prompt": [{"role": "user", "content": f"What is {n} and 1?"}], "reward_model": {"ground_truth": truth}}
+            for truth in ("more", "odd")
+            for n in range(problems)
+        ]
+        (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(row | {'data_source': 'm'})}\n" for row in rows))
+        command = [sys.executable, "data/own/prepare.py", "--data", tmp_path / "mine.jsonl", "--out", tmp_path]
+        return subprocess.run(command, capture_output=True, text=True, cwd=pipeline.REPO)
+
+    assert run(63).returncode == 0
+    train, test = (pq.read_table(tmp_path / f"{part}.parquet").to_pylist() for part in ("rl_train", "eval"))
+    asked = [{row["prompt"][0]["content"] for row in rows} for rows in (train, test)]
+    assert not asked[0] & asked[1] and (len(train), len(test)) == (100, 26)
+    assert "has 39 usable problems" in run(39).stderr
 
 
 @pytest.mark.parametrize(("traces", "validation"), [(639, 0), (640, 64)])

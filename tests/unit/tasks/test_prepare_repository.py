@@ -107,6 +107,45 @@ def test_releases_become_commits_with_their_time_and_news(tmp_path):
     assert set(git.read_tree(tmp_path / "words", "HEAD")) == {"words.py", "CHANGES.md"}
 
 
+def test_a_folder_of_a_release_may_be_a_file_of_the_next(tmp_path):
+    time, trees = datetime(2020, 1, 1, tzinfo=UTC), ({"words/a.py": (b"1", 0o644)}, {"words": (b"2", 0o644)})
+    commit_releases(tmp_path / "words", "words", [("1", trees[0], time), ("2", trees[1], time), ("3", trees[0], time)])
+    assert [git.read_tree(tmp_path / "words", f"HEAD~{back}") for back in (2, 1, 0)] == [*trees, trees[0]]
+
+
+def test_releases_are_committed_whole_or_not_at_all_and_downloaded_once(tmp_path, monkeypatch):
+    def interrupted(repo, *_):
+        repo.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    tree, downloaded = {"words.py": (b"1", 0o644)}, []
+    monkeypatch.setattr(
+        prepare_repository, "sdist", lambda *of: downloaded.append(of) or (tree, datetime(2020, 1, 1, tzinfo=UTC))
+    )
+    args = prepare_repository.parse(["from-sdists", "words", "--versions", "1,2", "--out", str(tmp_path)])
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_repository, "commit_releases", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            args.read(args)
+    for _ in range(2):
+        repo, _ = args.read(args)
+        assert git.read_tree(repo, "HEAD~1") == tree and len(downloaded) == 4
+    assert [path.name for path in repo.parent.iterdir()] == ["words"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["from-git", "{}"], "from-git: git rev-list"),
+        (["from-git", "{}/none"], "from-git: .*No such file"),
+        (["from-json", "{}/none.jsonl", "--repo", "{}"], "from-json: .*No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_line(given, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        prepare_repository.main([*(word.format(tmp_path) for word in given), "--out", str(tmp_path / "out")])
+
+
 def test_a_readme_tells_what_is_new_if_there_is_no_log():
     old, new = {"README.rst": (b"Words\n", 0o644)}, {"README.rst": (b"Words\n1.2 slug\n", 0o644)}
     assert news(old, new) == "1.2 slug"
