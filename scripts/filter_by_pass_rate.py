@@ -47,14 +47,15 @@ MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
 
 @dataclass
 class Tally:
-    """Samples of one problem. Those with an infrastructure failure (sandbox, verifier) are in neither count."""
+    """Samples of one problem. Those with an infrastructure failure (sandbox, verifier) are in none of the figures."""
 
     judged: int = 0
-    correct: int = 0
+    correct: int = 0  # with an acc of 1
+    acc: float = 0.0  # the sum: a verifier may give a share
 
     @property
     def pass_rate(self) -> float | None:
-        return self.correct / self.judged if self.judged else None
+        return self.acc / self.judged if self.judged else None
 
 
 def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -> list[Path]:
@@ -155,7 +156,8 @@ def tally(samples: Sequence[Sample], rows: Sequence[Mapping[str, Any]]) -> tuple
         unknown += not found
         for place in found if not sample.failure else ():
             tallies[place].judged += 1
-            tallies[place].correct += int(sample.acc)
+            tallies[place].correct += sample.acc == 1
+            tallies[place].acc += sample.acc or 0.0
     return tallies, unknown
 
 
@@ -201,7 +203,7 @@ def filter_problems(
     max_rate = MAX_RATES[args.band] if args.max_rate is None else args.max_rate
     must_be_solved = args.band == "rarely-solved" or teacher is not None
     kept = [
-        is_kept(each, max_rate=max_rate, must_be_solved=must_be_solved, teacher=teacher and teacher[row])
+        is_kept(each, max_rate=max_rate, must_be_solved=must_be_solved, teacher=teacher[row] if teacher else None)
         if each.judged
         else args.unjudged == "keep"
         for row, each in enumerate(own)
@@ -221,15 +223,15 @@ def filter_problems(
 def is_kept(own: Tally, *, max_rate: float, must_be_solved: bool, teacher: Tally | None = None) -> bool:
     """Return whether a judged problem is not too easy and, if `must_be_solved`, was solved once (a teacher counts)."""
     solved = own.correct > 0 or (teacher is not None and teacher.correct > 0)
-    return own.pass_rate <= max_rate and (solved or not must_be_solved)
+    return (own.pass_rate or 0.0) <= max_rate and (solved or not must_be_solved)
 
 
 def histogram(tallies: Iterable[Tally], kept: Iterable[bool]) -> str:
     """Return a line for each pass rate that occurs: how many problems have it, and how many of them are kept."""
     counts: dict[float, list[int]] = {}
     for each, keep in zip(tallies, kept, strict=True):
-        if each.judged:
-            bin_ = counts.setdefault(each.pass_rate, [0, 0])
+        if (rate := each.pass_rate) is not None:
+            bin_ = counts.setdefault(round(rate, 3), [0, 0])
             bin_[0] += 1
             bin_[1] += keep
     most = max((count for count, _ in counts.values()), default=1)

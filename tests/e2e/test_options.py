@@ -196,8 +196,9 @@ def test_verls_dumps_become_the_records_that_the_run_wrote(run: Path, tmp_path: 
         recorded, imported = ({sample.uid: sample for sample in read_samples(file)} for file in files)
         assert recorded.keys() == imported.keys()
         for uid, sample in recorded.items():
-            for name in SAME:
-                assert getattr(imported[uid], name) == getattr(sample, name), (uid, name)
+            is_forged = any(role == "model" and "<interpreter>" in text for role, text in sample.turns)
+            for name in {*SAME} - ({"model_turns"} if is_forged else set()):  # in a dump, such a reply looks real
+                assert getattr(imported[uid], name) == getattr(sample, name), (uid, name, sample.output)
             assert imported[uid].score == pytest.approx(sample.score, abs=1e-5)
 
 

@@ -72,6 +72,17 @@ def test_rows_with_one_last_message_have_the_samples_of_their_own_problem(script
     assert [(each.judged, each.correct) for each in tallies] == [(2, 2), (1, 0)] and not unknown
 
 
+def test_a_share_of_the_tests_counts_as_it_does_in_a_run_but_solves_nothing(script, tmp_path):
+    """Of two programs, one passes 9 of 10 tests and one 7: the rate is .8, and the problem was never solved."""
+    file = write(tmp_path, [sample_row("a", 0.9, 0), sample_row("a", 0.7, 1)])
+    (found,), _ = script.tally(script.past_samples(file), [problem("a")])
+    assert (found.pass_rate, found.correct) == (pytest.approx(0.8), 0)
+    assert not script.is_kept(found, max_rate=0.625, must_be_solved=False)
+    assert not script.is_kept(found, max_rate=1.0, must_be_solved=True)
+    nearly = [script.Tally(3, 0, 0.1 + 0.2), script.Tally(3, 0, 0.3)]  # 0.30000000000000004 and 0.3
+    assert script.histogram(nearly, [True, True]).splitlines()[1].split()[:3] == ["0.100", "2", "2"]
+
+
 def test_rows_that_a_data_set_repeats_share_their_samples(script, tmp_path):
     rows = [problem("a", extra_info={"id": "a", "index": number}) for number in range(100)]
     samples = script.past_samples(write(tmp_path, [sample_row("a", 1, i) for i in range(8)]))
@@ -135,7 +146,7 @@ def test_what_is_no_source_is_named(script, tmp_path):
     ],
 )
 def test_the_bands_of_eight_samples(script, own, teacher, easy_out, rare):
-    teacher, own = (None if correct is None else script.Tally(8, correct) for correct in (teacher, own))
+    teacher, own = (None if correct is None else script.Tally(8, correct, correct) for correct in (teacher, own))
     assert script.is_kept(own, max_rate=0.625, must_be_solved=False, teacher=teacher) is easy_out
     assert script.is_kept(own, max_rate=0.25, must_be_solved=True, teacher=teacher) is rare
 

@@ -139,17 +139,14 @@ def compare(
 ) -> dict[str, Difference]:
     """Return figures of `after` minus those of `before`, paired by problem: both sides share one resampling.
 
-    Problems are paired by their names (`Sample.problem_key`). If no name is on both sides, as in imported dumps or
-    with the instructions of another protocol in a run's records, the prompt's text replaces it, chat template included.
-
-    Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
+    The problems are those of `paired`. Args as for `evaluate`; k defaults to the smaller n of the two on them. Groups
+    without a common problem are left out.
     """
-    sides = [_by_problem(side) for side in (before, after)]
-    if not sides[0].keys() & sides[1].keys():
-        sides = [_by_problem([row for row in side if row.prompt], by_prompt=True) for side in (before, after)]
-    _, k = _counts(sides, k)
+    sides, common = _pairs(before, after)
+    if not common:
+        return {}
+    _, k = _counts([{key: side[key] for key in common} for side in sides], k)
     judged = [_judged(side) for side in sides]
-    common = [key for key in judged[0] if key in judged[1]]
     figures = {}
     for name, sources in _pools(source for side in sides for source, *_ in side).items():
         keys = [key for key in common if key[0] in sources]
@@ -167,6 +164,17 @@ def compare(
             test=paired_test(terms[1][0][:, 0] - terms[0][0][:, 0], draws=draws, seed=seed),  # the first: acc/mean@k
         )
     return figures
+
+
+def paired(before: Sequence[Sample], after: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples of both sides of the problems of which both have a judged sample.
+
+    Problems are paired by their names (`Sample.problem_key`). If no name is on both sides, as in imported dumps or
+    with the instructions of another protocol in a run's records, the prompt's text replaces it, chat template included.
+    """
+    sides, common = _pairs(before, after)
+    one, other = ([row for key in common for row in side[key]] for side in sides)
+    return one, other
 
 
 def is_ood(data_source: str) -> bool:
@@ -307,6 +315,17 @@ def _judged(problems: dict[Problem, list[Sample]]) -> dict[Problem, list[Sample]
     """Return the judged samples of each problem that has one."""
     kept = {key: [row for row in rows if not row.failure] for key, rows in problems.items()}
     return {key: rows for key, rows in kept.items() if rows}
+
+
+def _pairs(
+    before: Sequence[Sample], after: Sequence[Sample]
+) -> tuple[list[dict[Problem, list[Sample]]], list[Problem]]:
+    """Return (the samples of each side by problem, the problems of which both have a judged sample); see `paired`."""
+    sides = [_by_problem(side) for side in (before, after)]
+    if not sides[0].keys() & sides[1].keys():
+        sides = [_by_problem([row for row in side if row.prompt], by_prompt=True) for side in (before, after)]
+    judged = [_judged(side) for side in sides]
+    return sides, [key for key in judged[0] if key in judged[1]]
 
 
 def _counts(sides: list[dict[Problem, list[Sample]]], k: int | None) -> tuple[int, int]:

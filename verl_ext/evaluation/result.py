@@ -139,8 +139,8 @@ def _comparison(
             f"{file} and {other} have no judged problem in common. Problems are paired by data source and "
             "text: compare evaluations of the same data."
         )
-    sides = evaluation.evaluate(before, **settings), evaluation.evaluate(samples, **settings)
-    block = [f"## Compared with {other} (before)", *map(markdown, evaluation.comparison_tables(*sides, difference))]
+    one, two = (evaluation.evaluate(side, **settings) for side in evaluation.paired(before, samples))
+    block = [f"## Compared with {other} (before)", *map(markdown, evaluation.comparison_tables(one, two, difference))]
     if unmatched := evaluation.unmatched_problems(difference):
         block.append(f"{unmatched} problems have judged samples on only one side and are not in the difference.")
     then, now = (flatten(_about(each).get("settings") or {}) for each in (other, file))
@@ -148,8 +148,8 @@ def _comparison(
     if differing:
         notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
         block.append("\n".join(["Settings that differ:", *notes]))
-    result = {"with": str(other), "before": evaluation.to_json(sides[0]), "difference": evaluation.to_json(difference)}
-    return result | {"settings": differing}, "\n\n".join(block)
+    figures = evaluation.to_json({"before": one, "after": two, "difference": difference})
+    return {"with": str(other)} | figures | {"settings": differing}, "\n\n".join(block)
 
 
 def _settings_table(about: Mapping[str, Any]) -> str:

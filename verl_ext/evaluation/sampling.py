@@ -26,7 +26,7 @@ from verl_ext.evaluation.meter import Meter
 from verl_ext.evaluation.samples import failure_of
 from verl_ext.evaluation.store import Store
 from verl_ext.outcome import UNVERIFIED, RolloutEnd
-from verl_ext.records.trajectories import problem_columns, to_record
+from verl_ext.records.trajectories import problem_columns, to_record, turns_of
 from verl_ext.reward.rewarder import Rewarder
 from verl_ext.rollout.base import EpisodeLoop
 from verl_ext.rollout.lives import BY_ENVIRONMENT
@@ -204,8 +204,11 @@ class Sampler:
         return problem_columns(columns, validate=True) | {"problem": task.row["problem"]} | to_record(episode)
 
     def _episode_of(self, key: EpisodeKey, row: Mapping[str, Any]) -> Episode:
-        """Return what the reward manager needs of a recorded response. Its text is encoded again, so the numbers of
-        tokens may differ a little from those of the response, which matters only for penalties on the length."""
+        """Return what the reward manager, and a term of the run's own, needs of a recorded response.
+
+        Its text is encoded again, so the numbers of tokens may differ a little from those of the response, which
+        matters only for penalties on the length.
+        """
         rows = [TokenRow()]
         for turn in sorted(row["turns"], key=lambda turn: (turn.get("row") or 0, turn["start"])):
             while len(rows) <= (turn.get("row") or 0):
@@ -215,7 +218,8 @@ class Sampler:
             rows[-1].model_spans += [(start, len(rows[-1].ids))] if turn["role"] == "model" else []
         finish_reason = json.loads(row["reward_parts"])["finish_reason"]
         use = msgspec.json.decode(row["tool_use"], type=ToolUse)
-        return Episode(key, rows=rows, finish_reason=finish_reason, use=use)
+        known = {"turns": turns_of(row), "prompt": row["prompt"], "sampling": json.loads(row["sampling"])}
+        return Episode(key, rows=rows, finish_reason=finish_reason, use=use, **known)
 
     def _loop(self, row: Mapping[str, Any]) -> EpisodeLoop:
         name = row.get("agent_name") or self._default_loop

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import msgspec
 
-from verl_ext.episode import MAX_EVIDENCE, Episode, Reward, Turn, TurnCall
+from verl_ext.episode import MAX_EVIDENCE, CallResult, Episode, Reply, Reward, Turn, TurnCall
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd
 from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
@@ -147,6 +147,51 @@ def _call(call: TurnCall, turn: int) -> dict[str, Any]:
     fault = str(Fault.MODEL) if result.error else None
     texts = {"stdout": cut(text_of(said)), "stderr": cut(text_of(result.stderr))}
     return row | texts | {"status": result.error or "ok", "fault": fault}
+
+
+def turns_of(row: Row) -> list[Turn]:
+    """Return the turns of a record as the episode had them, except for what it lacks: the middle of a long output, and
+    replays. A program that is a JSON object is taken for the arguments of another tool."""
+    turns: list[Turn] = []
+    places: dict[int, int] = {}  # place among the record's turns -> that in `turns`
+    for place, each in enumerate(row["turns"]):
+        if each["role"] != "model":
+            said = {name: each.get(name) for name in ("text", "tokens", "start", "role")}
+            turns[-1].reply = Reply(**said, shown=each.get("shown") or [])
+            continue
+        known = {name: each.get(name) for name in _OF_TURN}
+        parent = places.get(each.get("parent"), each.get("parent"))
+        places[place] = len(turns)
+        turns.append(Turn(**known | {"end": each.get("end") or "", "row": each.get("row") or 0}, parent=parent))
+    for call in row["calls"]:
+        turn = turns[places[call["turn"]]]
+        shown = turn.reply.shown if turn.reply and turn.reply.role == "tool" else []
+        turn.calls.append(_call_of(call, shown[len(turn.calls)] if len(turn.calls) < len(shown) else None))
+    return turns
+
+
+def _call_of(row: Row, shown: str | None) -> TurnCall:
+    """Return a call of a record; `shown` is what the model read of it."""
+    status, stdout, stderr = row["status"], row.get("stdout"), row.get("stderr")
+    if status.startswith("malformed:"):
+        kind = status.removeprefix("malformed:")
+        return TurnCall(row["tool"], malformed=kind, result=CallResult(stdout or "", kind))
+    try:
+        arguments = json.loads(row["code"] or "")
+    except (ValueError, RecursionError):  # a program, whatever the model wrote
+        arguments = None
+    arguments = arguments if isinstance(arguments, dict) else {"code": row["code"]}
+    if status == "not_run":
+        return TurnCall(row["tool"], arguments)
+    noted = {name: row[name] for name in ("run_s", "attempts", "exit_code") if row.get(name) is not None}
+    if row["fault"] == Fault.INFRASTRUCTURE:
+        result = CallResult("", failure=stderr, **noted)
+    else:
+        is_program = stderr is not None  # another tool's output is all in `stdout`
+        said = (stdout or "") + (stderr or "") if shown is None else shown
+        noted |= {"stdout": stdout, "stderr": stderr} if is_program else {}
+        result = CallResult(said, None if status == "ok" else status, **noted)
+    return TurnCall(row["tool"], arguments, None, result, row.get("started_s"), row.get("queue_s") or 0.0)
 
 
 def cut(text: str | None) -> str | None:

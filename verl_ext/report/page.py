@@ -91,14 +91,21 @@ def write_report(folder: Path) -> str:
 
 
 def evaluate_run(run: RunContents) -> dict[str, Any]:
-    """Return side ("before", "after", "difference") -> figures per group of problems; empty if one is missing."""
+    """Return side ("before", "after", "difference") -> figures per group of problems; empty if one is missing.
+
+    A group with a difference has the figures of its problems on both sides; `excluded` counts all samples even then.
+    """
     samples = {"before": run.before, "after": run.after}
-    sides = {side: evaluation.evaluate(judged) if judged else {} for side, judged in samples.items()}
-    k = min((each.n for figures in sides.values() for each in figures.values()), default=None)
-    for side, figures in sides.items():
-        if any(each.k != k for each in figures.values()):  # best@k and maj@k are compared, so both have one k
-            sides[side] = evaluation.evaluate(samples[side], k=k)
-    return sides | {"difference": evaluation.compare(run.before, run.after) if all(sides.values()) else {}}
+    common = dict(zip(samples, evaluation.paired(run.before, run.after), strict=True))
+    judged = [rows for rows in (*samples.values(), *common.values()) if rows]
+    # best@k and maj@k are compared, so all have one k
+    k = min((evaluation.evaluate(rows, draws=1)["overall"].n for rows in judged), default=None)
+    sides = {}
+    for side, rows in samples.items():
+        whole, of_common = (evaluation.evaluate(each, k=k) if each else {} for each in (rows, common[side]))
+        of_common = {name: replace(each, excluded=whole[name].excluded) for name, each in of_common.items()}
+        sides[side] = whole | of_common
+    return sides | {"difference": evaluation.compare(run.before, run.after, k=k) if all(sides.values()) else {}}
 
 
 def summarize(run: RunContents, figures: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from verl_ext.reward.score import Score
 from verl_ext.reward.terms import BUILT_IN
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, problem_text, verify_response
 from verl_ext.runs import jsonl
+from verl_ext.settings.domains import read_domains
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Rewarder:
         self.tokenizer = tokenizer
         self.options = RewardOptions.from_config(config)
         self.verifiers = Verifiers.of_run(config)
+        self._limits = {name: domain.response_tokens for name, domain in read_domains(config).items()}
         self.num_scored = 0
         self.num_unverified = 0
 
@@ -184,7 +186,11 @@ class Rewarder:
         tokens = judged.num_model_tokens if is_of_model else sum(len(row.ids) for row in judged.rows)
         length = torch.tensor([tokens])
         if options.overlong_buffer is not None:
-            penalty = overlong_penalty(length, max_length=options.max_resp_len, buffer=options.overlong_buffer)
+            # A domain's own limit may cut its responses before the run's length; the buffer is the same share of it.
+            limit = self._limits.get(str(sample.get("data_source", ""))) or options.max_resp_len
+            max_length = min(options.max_resp_len, limit)
+            buffer = max(1, options.overlong_buffer * max_length // options.max_resp_len)
+            penalty = overlong_penalty(length, max_length=max_length, buffer=buffer)
             parts["reward_overlong"] = options.overlong_factor * penalty.item()
         if options.length_penalty:
             parts["reward_length"] = piecewise_length_penalty(length, options.length_penalty).item()

@@ -49,13 +49,22 @@ class RetoolRewardManager(RewardManagerBase):
         self.rewarder = Rewarder(config, tokenizer)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score one rollout for verl, the last one of several outputs. See `Rewarder.score_episode`."""
+        """Score one rollout for verl, the last one of several outputs. See `Rewarder.score_episode`.
+
+        Raises:
+            ValueError: the run has reward terms of its own, which may read turns that verl does not hand over.
+        """
         item = data.slice(-1)[0]
         sample, responses, mask = item.non_tensor_batch, item.batch["responses"], item.batch["attention_mask"]
         num_tokens = int(mask[len(mask) - len(responses) :].sum())
         key = EpisodeKey(str(sample.get("uid", "")), int(sample.get("session_id", 0)))
         episode = from_row(key, sample.get("tool_extra_fields") or {})
         episode.row.ids = responses[:num_tokens].tolist()
+        if self.rewarder.options.terms and not episode.turns:
+            raise ValueError(
+                "reward.reward_kwargs.terms is set, but verl's reward workers hand over episodes without turns, which "
+                "a term may read. Remove the terms, or roll out with an agent loop of verl_ext, which scores by itself."
+            )
         reward = await self.score_episode(episode, sample)
         return {"reward_score": reward.score, "reward_extra_info": dict(reward.info)}
 

@@ -46,19 +46,18 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]
 
     Both cover the problems with judged samples on both sides, `common` of them; None if there is none.
     """
+    pair = figures.paired(before, after)
     accs: dict[figures.Problem, tuple[list[float], list[float]]] = {}
-    for side, rows in enumerate((before, after)):
+    for side, rows in enumerate(pair):
         for row in rows:
             accs.setdefault(row.problem_key(), ([], []))[side].extend([] if row.acc is None else [row.acc])
-    common = {pair for pair, sides in accs.items() if all(sides)}
-    if not common:
+    if not accs:
         return None
-    paired = [[row for row in side if row.problem_key() in common] for side in (before, after)]
-    one, other = (figures.evaluate(side, draws=DRAWS) for side in paired)
-    difference = figures.compare(*paired, draws=DRAWS)
-    moved = [(key[1], key[2], fmean(accs[key][0]), fmean(accs[key][1])) for key in common]
+    one, other = (figures.evaluate(side, draws=DRAWS) for side in pair)
+    difference = figures.compare(*pair, draws=DRAWS)
+    moved = [(key[1], key[2], fmean(sides[0]), fmean(sides[1])) for key, sides in accs.items()]
     moved.sort(key=lambda row: (-abs(row[3] - row[2]), row[0]))
-    return {"tables": figures.comparison_tables(one, other, difference), "problems": moved[:100], "common": len(common)}
+    return {"tables": figures.comparison_tables(one, other, difference), "problems": moved[:100], "common": len(accs)}
 
 
 def prompts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,15 @@ import pytest
 
 from tests.unit.evaluation import rows as records
 from verl_ext.evaluation.estimators import Estimate
-from verl_ext.evaluation.figures import by_k, compare, comparison_tables, evaluate, format_comparison, format_evaluation
+from verl_ext.evaluation.figures import (
+    by_k,
+    compare,
+    comparison_tables,
+    evaluate,
+    format_comparison,
+    format_evaluation,
+    paired,
+)
 from verl_ext.evaluation.samples import read_samples
 from verl_ext.outcome import EVALUATION_FAILURES
 
@@ -229,6 +237,20 @@ def test_problems_of_one_side_only_are_left_out_and_said(samples):
     assert difference["tiny_tools"].metrics["acc/mean@k"].value == 1.0
     table = format_comparison(evaluate(before, draws=10), evaluate(after, draws=10), difference)
     assert "2 problems have judged samples on only one side" in table
+
+
+def test_the_sides_of_a_difference_are_of_the_problems_that_both_have(samples):
+    """Before, four problems with one sample each have no partner; the common two have two samples, so that k is 2.
+    A sample that failed stays with its problem."""
+    before = samples([row(name, i, 0) for name in "ab" for i in (0, 1)] + [row(name, 0, 1) for name in "cdef"])
+    after = samples([row("b", 0, 1), row("b", 1, 1, end_reason="sandbox_failure"), row("a", 0, 0), row("a", 1, 1)])
+    sides = paired(before, after)
+    assert [sorted({row.prompt[5] for row in side}) for side in sides] == [["a", "b"]] * 2
+    one, other = (evaluate(side, draws=10)["tiny_tools"] for side in sides)
+    difference = compare(before, after, draws=10)["tiny_tools"]
+    values = [each.metrics["acc/mean@k"].value for each in (one, other, difference)]
+    assert values == [0, 0.75, 0.75] and (one.k, other.k, difference.k) == (2, 2, 2)
+    assert other.excluded["sandbox_failure"] == 1 and paired(before, samples([])) == ([], [])
 
 
 def test_problems_are_paired_by_their_names_where_both_sides_have_them(samples):

@@ -67,6 +67,18 @@ def test_the_difference_is_from_the_other_and_says_what_else_differs(tmp_path):
     assert backwards["comparison"]["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == -1.0
 
 
+def test_the_columns_of_a_comparison_subtract_to_its_difference(tmp_path):
+    """Of four problems before, the last two right; only the first two were reached after, one is right."""
+    before = evaluation(tmp_path / "before", [row(name, 0, name in "cd") for name in "abcd"])
+    after = evaluation(tmp_path / "after", [row(name, 0, name == "a") for name in "ab"], wanted=4)
+    result, text = make_result(after, compared_with=before, draws=100)
+    sides = [result["comparison"][side]["mine"]["metrics"]["acc/mean@k"] for side in ("before", "after", "difference")]
+    assert [side["value"] for side in sides] == [0.0, 0.5, 0.5]
+    (line,) = (line for line in text.split("acc (mean)")[1].split("code use")[0].splitlines() if "mine" in line)
+    assert [cell.split()[0] for cell in line.split("|")[2:6]] == ["2", "0.000", "0.500", "+0.500"]
+    assert "2 problems have judged samples on only one side" in text
+
+
 def test_a_run_is_evaluated_by_its_last_validation(tmp_path):
     sides = {4: (0, 0, 1), 8: (1, 1, 1)}
     raised = {"uid": "d", "session": 0, "problem": "d", "domain": "mine", "end_reason": "raised"}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -295,6 +296,35 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_aga
     for name in ("prompt", "turns", "calls", "tool_use", "model_tokens", "sampling", "timings"):
         assert row[name] == before[name], name
     assert json.loads(row["reward_parts"])["response_tokens"] == row["model_tokens"]
+
+
+TERM = """
+def ends_briefly(episode, row):
+    last = episode.turns[-1]
+    return (last.calls == [] and episode.turns[0].calls[0].result.stdout == "2\\n") * episode.sampling["temperature"]
+"""
+
+
+def test_a_response_that_is_judged_again_reaches_the_terms_of_the_run_with_its_turns(
+    config, tokenizer, tmp_path, monkeypatch
+):
+    from omegaconf import OmegaConf
+
+    from verl_ext.reward.score import Score
+    from verl_ext.reward.verifiers.mathematics import MathVerifier
+
+    async def unknown(self, *args):
+        return Score(None, "2", "unknown", "sympy timed out")
+
+    (tmp_path / "mine.py").write_text(TERM)
+    termed, terms = deepcopy(config), {"ends_briefly": f"{tmp_path}/mine.py:ends_briefly"}
+    OmegaConf.update(termed, "reward.reward_kwargs.terms", terms, force_add=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(MathVerifier, "verify", unknown)
+        sample(termed, tokenizer, tmp_path / "out", [problem(1)], lambda *_: "\\boxed{2}", n=1)
+    rows, server = sample(termed, tokenizer, tmp_path / "out", [problem(1)], lambda *_: "", n=1)
+    (row,) = rows.values()
+    assert server.prompts == [] and json.loads(row["reward_parts"])["reward_ends_briefly"] == 0.5
 
 
 def test_infrastructure_that_is_down_stops_the_run(config, tokenizer, tmp_path):

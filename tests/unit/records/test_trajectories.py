@@ -25,7 +25,7 @@ from verl_ext.episode import (
 from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.problem import problem_of
-from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, to_record
+from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, to_record, turns_of
 
 SAMPLE = {
     "uid": "u",
@@ -117,6 +117,30 @@ def test_the_exception_names_the_servers_that_were_lost_and_what_the_verifier_sa
 def test_a_call_that_was_not_run_and_one_of_another_tool_have_their_arguments():
     (call,) = row_of(TurnCall("price_of", {"item": "tea"}))["calls"]
     assert (call["status"], call["code"], call["fault"]) == ("not_run", '{"item": "tea"}', None)
+
+
+def test_the_turns_of_a_record_are_those_of_the_episode(tmp_path):
+    """Of programs, malformed calls, another tool's call, one that failed and one not run, and of a branch; the output
+    of a call is what the model was shown."""
+    malformed = replace(EMPTY, result=CallResult("FormatError: empty", "empty_code"))
+    priced = TurnCall("price_of", {"item": "tea"}, result=CallResult("3", run_s=0.5), started_s=104.0, queue_s=0.25)
+    failed = TurnCall("price_of", {"item": "jam"}, result=CallResult("", failure="no answer"), started_s=105.0)
+    called = replace(CALLED, calls=[RAN, malformed, priced, failed, TurnCall("price_of", {"item": "ham"})])
+    called.reply = replace(CALLED.reply, shown=["Zero", "FormatError: empty", "3"])
+    branch = Turn("c", 2, 0, "10.0.0.1:8000", 102.0, 1.0, parent=0, row=1, fork="history")
+    said = Reply("And 2+2?", 5, 8, ["And 2+2?"], "user")
+    nested = replace(RAN, arguments={"code": '{"a":' * 10**5})
+    turns = [
+        called,
+        replace(EPISODE.turns[1], calls=[nested], reply=said),
+        branch,
+        replace(branch, parent=-1),
+        replace(branch, parent=1),
+    ]
+    path = store.path_of(tmp_path, "trajectories", 5)
+    store.write(path, "trajectories", [row_of(turns=turns)])
+    (row,) = store.rows(tmp_path)
+    assert turns_of(row) == turns_of(row_of(turns=turns)) == turns
 
 
 def test_a_rollout_that_raised_has_its_own_row():

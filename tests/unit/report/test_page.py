@@ -188,6 +188,17 @@ def test_sides_with_other_numbers_of_samples_are_compared_with_one_k(folder, n, 
     assert "best@8" not in page + text and (f"best@{n}" in text) is (n > 1) and "mean@8" in text
 
 
+def test_an_evaluation_that_was_interrupted_is_compared_on_the_problems_that_it_reached(folder):
+    """Of four problems, two are right before RL; after it the two others were reached, and one is right."""
+    write(folder / "eval" / "before", [row(f"p{i}", i < 2) for i in range(4)])
+    write(folder / "eval" / "after", [row(f"p{i}", i < 3) for i in range(2, 4)])
+    text, _page, summary = written(folder)
+    sides = [summary["evaluation"][side]["tiny_tools"] for side in ("before", "after", "difference")]
+    accs = [(each["num_problems"], each["metrics"]["acc/mean@k"]["value"]) for each in sides]
+    assert accs == [(2, 0.0), (2, 0.5), (2, 0.5)]
+    assert "2 problems have judged samples on only one side" in text
+
+
 def test_one_sided_evaluation_is_reported_as_such(folder):
     write(folder / "eval" / "before", [row("a", 1), row("b", 0)])
     _text, page, summary = written(folder)

@@ -15,7 +15,7 @@ def make_manager():
     from omegaconf import OmegaConf
     from verl.trainer.ppo.reward import load_reward_manager
 
-    def make(max_response_length=160, custom_path=None, **reward_kwargs):
+    def make(max_response_length=160, custom_path=None, domains=None, **reward_kwargs):
         """Load the manager as verl does, from the keys that our YAMLs use."""
         manager = {"source": "importlib", "name": "RetoolRewardManager"}
         config = {
@@ -25,6 +25,7 @@ def make_manager():
                 "reward_manager": manager | {"module": {"path": "pkg://verl_ext.rollout.reward_manager"}},
                 "reward_kwargs": reward_kwargs,
             },
+            "retool": {"domains": domains or {}},
         }
         return load_reward_manager(
             OmegaConf.create(config), CharTokenizer(), reward_router_address=None, reward_model_tokenizer=None

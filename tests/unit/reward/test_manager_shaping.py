@@ -20,6 +20,24 @@ def test_overlong_penalty_is_added_and_logged(make_manager):
     assert (info["acc"], info["train_acc"], info["reward_base"], info["reward_overlong"]) == (1.0, 1.0, 1.0, -0.5)
 
 
+@pytest.mark.parametrize(
+    ("data_source", "tokens", "reward"),
+    [
+        ("short", 45, 1.0),  # cut at 60: 45 tokens are free
+        ("short", 54, 0.4),  # 9 of 15 into the buffer
+        ("tiny", 50, 1.0),  # of no domain: cut at 160, and 120 are free
+        ("whole", 50, 1.0),  # a domain without a length of its own
+        ("whole", 140, 0.5),
+        ("tight", 18, 0.4),  # cut at 20, less than the run's buffer: 3 of 5
+    ],
+)
+def test_the_overlong_penalty_ends_where_a_domain_cuts_its_responses(make_manager, data_source, tokens, reward):
+    domains = {"short": {"response_tokens": 60}, "whole": {}, "tight": {"response_tokens": 20}}
+    manager = make_manager(overlong_buffer_cfg={"enable": True, "len": 40}, domains=domains)
+    text = r"\boxed{42}".rjust(tokens, "a")
+    assert score(manager, text, data_source=data_source)[0] == pytest.approx(reward)
+
+
 def test_overlong_penalty_counts_tool_output_unless_told_otherwise(make_manager):
     segments = ["<code>1</code>", ("tool", "b" * 116), r"\boxed{42}"]  # 14 + 116 + 10 = 140 tokens
     buffer = {"enable": True, "len": 40}

@@ -1,10 +1,12 @@
 """A run's own terms of the reward: what a function gets, what it adds, and what stops the run."""
 
+import asyncio
 import re
 
 import pytest
 
-from tests.unit.reward.responses import score
+from tests.unit.reward import responses
+from verl_ext.episode import Episode, EpisodeKey, TokenRow, ToolUse
 from verl_ext.reward.numbers import BrokenReward
 
 FILE = """
@@ -45,6 +47,14 @@ def make(make_manager, tmp_path):
     return with_terms
 
 
+def score(manager, text, *, calls=0, finish_reason="answer", **columns):
+    """Score a response as an agent loop does."""
+    episode = Episode(EpisodeKey("u", 0), [TokenRow(ids=[*map(ord, text)])], finish_reason, ToolUse(ok=calls))
+    row = {"data_source": "tiny", "reward_model": {"ground_truth": "42"}} | columns
+    reward = asyncio.run(manager.score_episode(episode, row))
+    return reward.score, reward.info
+
+
 def test_a_term_is_added_with_its_weight_and_reported_by_itself(make):
     manager = make(one_call=0.25)
     reward, info = score(manager, r"\boxed{41}", calls=1)
@@ -58,6 +68,11 @@ def test_a_term_reads_the_verdict_and_the_row(make):
     manager = make(right_by_call={"range": [0, 10]})
     assert score(manager, r"\boxed{42}", calls=2, extra_info={"worth": 3})[0] == 1 + 2 * 3
     assert score(manager, r"\boxed{41}", calls=2, extra_info={"worth": 3})[0] == -1
+
+
+def test_terms_are_refused_where_verl_hands_over_no_turns(make):
+    with pytest.raises(ValueError, match="terms is set, but verl's reward workers hand over episodes without turns"):
+        responses.score(make(one_call=0.25), r"\boxed{42}")
 
 
 def test_a_path_alone_is_a_term_of_weight_1(make_manager, tmp_path):
