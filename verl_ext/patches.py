@@ -53,8 +53,7 @@ ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 HOSTING = "model_hosting_container_standards.logging_config"
 OUTPUTS = "vllm.v1.engine.output_processor"
 
-# Fates.
-STAYS = "stays"
+STAYS = "stays"  # this and the next seven are fates
 PUBLIC = "stays: a public registry"
 FLUSH = "stays until verl drops flush=True"
 LORA = "report upstream: docs/upstream/lora-merge.md"
@@ -390,12 +389,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(found or f"{args.hash} is not found")
         return int(not found)
     if args.check:
-        lines = list(differences(packages=args.packages))
-        print("\n".join(lines) or "Everything that this package replaces is as it was.")
+        print("\n".join(lines := [*differences(packages=args.packages)]) or "All that is replaced is as it was.")
         return int(bool(lines))
-    for file, rows in TABLE.items():
-        for row in rows:
-            print(f"{row.symbol} | {row.kind} | {file} | {row.why} | {row.fate} | {row.hash}")
+    for file, row in ((file, row) for file, rows in TABLE.items() for row in rows):
+        print(f"{row.symbol} | {row.kind} | {file} | {row.why} | {row.fate} | {row.hash}")
     return 0
 
 

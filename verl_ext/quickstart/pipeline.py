@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,8 @@ from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 from verl_ext.evaluation.checkpoint import merge_command, put_merged
 from verl_ext.quickstart import disk
-from verl_ext.quickstart.options import JOURNAL, OUTPUTS, STAGES, parse_options
+from verl_ext.quickstart.fresh import delete_run
+from verl_ext.quickstart.options import JOURNAL, STAGES, parse_options
 from verl_ext.quickstart.own import Own, read_rewards
 from verl_ext.quickstart.rungs import RUNGS, Rung
 from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
@@ -39,8 +40,8 @@ from verl_ext.quickstart.supervise import (
     show_sft_progress,
 )
 from verl_ext.runs import durable
-from verl_ext.runs.folder import SIDES, NoRun, find_run, judged_files
-from verl_ext.runs.lock import LOCK, lock_folder
+from verl_ext.runs.folder import judged_files
+from verl_ext.runs.lock import lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.settings import REPO
 from verl_ext.settings.overrides import quoted
@@ -318,47 +319,6 @@ def next_folder(run: Quickstart, source: Path) -> Path:
         return not out.exists() or ((out / JOURNAL).exists() and not Journal(out / JOURNAL).other_settings(run))
 
     return next(filter(is_free, (source.with_name(f"{source.name}-{number}") for number in itertools.count(2))))
-
-
-def runs_below(folder: Path) -> Iterator[Path]:
-    """Yield the outermost runs in a folder, of any kind."""
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from [path] if is_run(path) else runs_below(path)
-
-
-def is_run(path: Path) -> bool:
-    try:
-        find_run(path)
-    except NoRun:
-        return False
-    except (OSError, ValueError):  # one that cannot be read may be a run
-        pass
-    return True
-
-
-def delete_run(out: Path) -> None:
-    """Delete an output folder, unless it looks like something else: --out may be mistyped.
-
-    Raises:
-        SystemExit: it lies outside outputs/ and has no stages.json, or it is or holds another run.
-    """
-    is_quickstart = (out / JOURNAL).exists()
-    if not is_quickstart and not out.is_relative_to(OUTPUTS) and set(out.iterdir()) - {out / LOCK}:
-        raise SystemExit(
-            f"--fresh would delete {out}, which holds no run (no stages.json). Delete it yourself, or change --out."
-        )
-    if not is_quickstart and is_run(out):
-        raise SystemExit(
-            f"--fresh would delete {out}, a run that no quickstart made. Delete it yourself, or change --out."
-        )
-    own = [out / part for part in ("sft", "rl", *SIDES)] if is_quickstart else []
-    if others := [str(path.relative_to(out)) for path in runs_below(out) if path not in own]:
-        raise SystemExit(
-            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Set --out to the "
-            "folder of this run only."
-        )
-    shutil.rmtree(out)
 
 
 def start(run: Quickstart, stages: Sequence[str], *, fresh: bool) -> None:

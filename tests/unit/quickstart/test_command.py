@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.quickstart.conftest import RecordingSupervisor
-from verl_ext.quickstart import pipeline
+from verl_ext.quickstart import fresh, pipeline
 from verl_ext.quickstart.supervise import CommandFailed
 
 
@@ -93,34 +93,34 @@ def test_fresh_deletes_a_run_but_not_a_folder_that_holds_none(tmp_path):
     (run / "stages.json").write_text("[]")
 
     for folder in (run, empty):
-        pipeline.delete_run(folder)
+        fresh.delete_run(folder)
         assert not folder.exists()
     with pytest.raises(SystemExit, match=f"would delete {home}, which holds no run"):
-        pipeline.delete_run(home)
+        fresh.delete_run(home)
     assert (home / "thesis").exists()
 
 
 def test_fresh_does_not_delete_the_folder_above_other_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline, "OUTPUTS", tmp_path / "outputs")  # below it a folder without stages.json may go
+    monkeypatch.setattr(fresh, "OUTPUTS", tmp_path / "outputs")  # below it a folder without stages.json may go
     for name in ("quickstart", "quickstart-2"):
         (tmp_path / "outputs" / name).mkdir(parents=True)
         (tmp_path / "outputs" / name / "stages.json").write_text("[]")
     with pytest.raises(SystemExit, match=r"holds other runs \(quickstart, quickstart-2\). Set --out"):
-        pipeline.delete_run(tmp_path / "outputs")
+        fresh.delete_run(tmp_path / "outputs")
     assert len(list((tmp_path / "outputs").iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["", "dapo", "of_today/dapo"], ids=["is", "holds", "holds deeper"])
 def test_fresh_does_not_delete_a_run_that_no_quickstart_made(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(pipeline, "OUTPUTS", tmp_path)
+    monkeypatch.setattr(fresh, "OUTPUTS", tmp_path)
     out, metrics = tmp_path / "mine", tmp_path / "mine" / name / "metrics-1.jsonl"
     metrics.parent.mkdir(parents=True)
     metrics.write_text('{"step": 1, "data": {"train/acc": 0.5}}\n')
     told = rf"other runs \({name}\)" if name else "mine, a run that no quickstart made"
     with pytest.raises(SystemExit, match=told):
-        pipeline.delete_run(out)
+        fresh.delete_run(out)
     if name:
         (out / "stages.json").write_text("[]")  # of a quickstart, in whose folder another run was put
         with pytest.raises(SystemExit, match=told):
-            pipeline.delete_run(out)
+            fresh.delete_run(out)
     assert metrics.exists()
