@@ -56,7 +56,7 @@ def test_an_agents_file_that_is_no_python_is_named_beside_what_else_is_wrong(run
     texts = told(check_names(run(f"{tmp_path}/broken.py:solve", "algorithm.adv_estimator=grop")), Level.FAIL)
     (estimator,) = [each for each in texts if "algorithm.adv_estimator is 'grop'" in each]
     (broken,) = [each for each in texts if each != estimator]
-    assert broken.startswith(f"retool.agent.run is solve of {tmp_path}/broken.py, which is not Python: ")
+    assert broken.startswith(f"retool.agent.run is solve of {tmp_path}/broken.py, which cannot be read as Python: ")
     assert "was never closed" in broken and broken.endswith("-> Correct the file.")
 
 

@@ -221,7 +221,7 @@ def test_a_long_prompt_is_found_wherever_it_is(at, suffix, say, tmp_path):
     path = write(tmp_path / f"a.{suffix}", rows)
     told = [each for each in say(path) if "longer than" in each]
     assert len(told) == 1 and told[0].startswith("FAIL train: 1 of ") and "(of 5,001) prompts are longer" in told[0]
-    assert "A rollout would cut off their beginning" in told[0] and "data.filter_overlong_prompts=true" in told[0]
+    assert "The run does not start with them" in told[0] and "data.filter_overlong_prompts=true" in told[0]
     told = [each for each in say(path, None, "data.filter_overlong_prompts=true") if "longer than" in each]
     assert len(told) == 1 and told[0].startswith("WARN") and "verl drops them" in told[0]
 
