@@ -89,7 +89,7 @@ class _Run:
 
     @property
     def has_called(self) -> bool:
-        """Tell whether a call has reached the environment, which is perhaps not as it was."""
+        """Tell whether a call has reached the environment, so that the environment may have changed."""
         return any(not call.malformed for call in self.called)
 
     def stop(self, reason: RolloutEnd | Exception) -> None:

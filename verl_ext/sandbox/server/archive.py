@@ -168,7 +168,7 @@ class Pack:
         self._more = 0  # dropped, but not named
 
     def pack(self, paths: Iterable[str]) -> None:
-        """Pack these paths, absolute below `root`, with all below; then see `dropped`. What is not there is neither."""
+        """Pack these paths, absolute below `root`, with all below. A path that does not exist is not in `dropped`."""
         self._paths = sorted(set(paths))
         self._paths = [path for path in self._paths if not is_inside(os.path.dirname(path), self._paths)]
         with (
